@@ -1,0 +1,49 @@
+"""Attention of T new rows over a key/value cache: the operation of every decode, verification and prefill pass."""
+
+from __future__ import annotations
+
+import jax
+
+from specjax.kernels.cached_attention.reference import cached_attention_reference
+
+IMPLEMENTATIONS = ("auto", "reference")
+
+
+def cached_attention(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+    step_mask: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Softmax attention of the new rows over what the cache holds, themselves included.
+
+    Row t of batch row b attends to slots `s < length[b]` and, among the T new positions at `length[b] ... length[b] + T - 1`, to those that
+    `step_mask` allows. What lies elsewhere is never attended: keys there may be NaN; values must be finite (`specjax.models.kv_cache` sees
+    to it).
+
+    Args:
+        query: `[B,T,N,H]`, after the rotary embedding.
+        keys: `[B,K,S,H]`, the new positions already written.
+        values: `[B,K,S,H]`, likewise.
+        length: `[B]` int32, tokens before the new rows.
+        scale: Factor on the scores.
+        step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
+        implementation: `"auto"` or `"reference"`.
+
+    Returns:
+        `[B,T,N,H]` in the dtype of `query`.
+
+    Raises:
+        ValueError: Shapes that disagree, or an unknown implementation.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"cached_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
+        raise ValueError(f"cached_attention: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}")
+    if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3] or query.shape[2] % keys.shape[1]:
+        raise ValueError(f"cached_attention: query {query.shape} does not fit keys {keys.shape}: B and H must agree and K must divide N")
+    return cached_attention_reference(query, keys, values, length, step_mask=step_mask, scale=scale)

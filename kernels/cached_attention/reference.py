@@ -1,0 +1,54 @@
+"""Attention of a few new rows over a cache: the specification, in plain jnp.
+
+Scores and softmax are float32. Memory: one float32 score array `[B,K,G*T,S]` (G query heads a key/value head).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def cached_attention_reference(
+    query: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, *, step_mask: jax.Array | None, scale: float
+) -> jax.Array:
+    """See `specjax.kernels.cached_attention.cached_attention`."""
+    batch_size, num_rows, num_heads, head_dim = query.shape
+    num_kv_heads, capacity = keys.shape[1], keys.shape[2]
+    group_size = num_heads // num_kv_heads
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+
+    # Rows of one key/value head lie together, so that both products are batched over (B, K) alone.
+    q_bkgth = query.reshape(batch_size, num_rows, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
+    q_bkxh = q_bkgth.reshape(batch_size, num_kv_heads, group_size * num_rows, head_dim)
+    scores_bkxs = jnp.einsum("bkxh,bksh->bkxs", q_bkxh, keys, precision=precision, preferred_element_type=jnp.float32)
+    scores_bkgts = scores_bkxs.reshape(batch_size, num_kv_heads, group_size, num_rows, capacity) * scale
+
+    visible = visible_slots(length, num_rows, capacity, step_mask)
+    scores_bkgts = jnp.where(visible[:, None, None], scores_bkgts, -jnp.inf)
+    weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1)
+    weights_bkxs = weights_bkgts.reshape(batch_size, num_kv_heads, group_size * num_rows, capacity).astype(values.dtype)
+    out_bkxh = jnp.einsum("bkxs,bksh->bkxh", weights_bkxs, values, precision=precision, preferred_element_type=jnp.float32)
+    out_bkgth = out_bkxh.reshape(batch_size, num_kv_heads, group_size, num_rows, head_dim)
+    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(batch_size, num_rows, num_heads, head_dim).astype(query.dtype)
+
+
+def visible_slots(length: jax.Array, num_rows: int, capacity: int, step_mask: jax.Array | None) -> jax.Array:
+    """Which slots each new row may attend to.
+
+    Args:
+        length: `[B]` int32, tokens before this call; the new rows stand at `length ... length + T - 1`.
+        num_rows: T.
+        capacity: S.
+        step_mask: `[T,T]` bool among the new rows, or `None` for causal.
+
+    Returns:
+        `[B,T,S]` bool.
+    """
+    offset_bs = jnp.arange(capacity, dtype=jnp.int32)[None, :] - length[:, None]  # 0 is the first new row
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    if step_mask is None:
+        return offset_bs[:, None, :] <= rows[None, :, None]
+    among_new = jnp.take(step_mask, jnp.clip(offset_bs, 0, num_rows - 1), axis=1).transpose(1, 0, 2)
+    inside = (offset_bs >= 0) & (offset_bs < num_rows)
+    return (offset_bs < 0)[:, None, :] | (inside[:, None, :] & among_new)

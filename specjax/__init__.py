@@ -1,0 +1,42 @@
+"""Speculative decoding in JAX: draft, verify, commit, in one jitted loop."""
+
+from specjax.config import GenerateConfig, ModelConfig, RopeConfig
+from specjax.drafting.draft_model import DraftModel
+from specjax.drafting.nothing import NoDraft
+from specjax.drafting.prompt_lookup import PromptLookup
+from specjax.generate import generate, speculative_generate
+from specjax.models.kv_cache import KVCache
+from specjax.models.transformer import Transformer
+from specjax.requests import left_align
+from specjax.sampling import SamplingParams
+from specjax.state import FinishReason, GenerateOutput
+from specjax.statistics import Statistics
+from specjax.streaming import StreamUpdate, stream_generate
+from specjax.verification.block_verification import BlockVerification
+from specjax.verification.rejection_sampling import RejectionSampling
+from specjax.verification.synthetic_acceptance import SyntheticAcceptance
+from specjax.verification.typical_acceptance import TypicalAcceptance
+
+__all__ = [
+    "BlockVerification",
+    "DraftModel",
+    "FinishReason",
+    "GenerateConfig",
+    "GenerateOutput",
+    "KVCache",
+    "ModelConfig",
+    "NoDraft",
+    "PromptLookup",
+    "RejectionSampling",
+    "RopeConfig",
+    "SamplingParams",
+    "Statistics",
+    "StreamUpdate",
+    "SyntheticAcceptance",
+    "Transformer",
+    "TypicalAcceptance",
+    "generate",
+    "left_align",
+    "speculative_generate",
+    "stream_generate",
+]

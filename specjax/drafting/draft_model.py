@@ -1,0 +1,97 @@
+"""A smaller causal language model with the target's tokenizer as the drafter. arXiv:2211.17192.
+
+Its cache holds the context but for the last two tokens, and each proposal begins with a pass over those two. So the same static shape serves
+a row whose whole draft was accepted (the cache lacks the last draft token, which no pass has seen) and one whose draft was rejected (the
+first of the two is written again, to the same value).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafting.heads import DraftHead, FullHead
+from specjax.models.kv_cache import KVCache
+from specjax.models.transformer import Transformer
+from specjax.sampling import SamplingParams, filtered_probs, sample_from_probs, split_row_keys
+from specjax.state import Commit, Context, Draft, PrefillChunk
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafts G tokens with `model`, greedily or by sampling with the call's own parameters.
+
+    Example:
+        >>> drafter = DraftModel(draft_transformer)
+        >>> output = speculative_generate(target, target_params, drafter, draft_params, prompts, config=config)
+
+    Attributes:
+        model: The draft model. Its vocabulary must be the target's.
+        head: Its LM head.
+    """
+
+    model: Transformer
+    head: DraftHead = FullHead()
+    feature_layers = ()
+
+    def check(self, params: Any, *, vocab_size: int) -> None:
+        """See `Drafter.check`."""
+        if self.model.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"the draft model has a vocabulary of {self.model.config.vocab_size} tokens, the target one of {vocab_size}: they must be the same"
+            )
+
+    def init(self, params: Any, *, batch_size: int, capacity: int) -> KVCache:
+        """See `Drafter.init`."""
+        return self.model.init_cache(batch_size=batch_size, capacity=capacity)
+
+    def grow(self, state: KVCache, *, capacity: int) -> KVCache:
+        """See `Drafter.grow`."""
+        return state.grown(capacity).with_finite_values()
+
+    def prefill(self, params: Any, state: KVCache, chunk: PrefillChunk) -> KVCache:
+        """See `Drafter.prefill`."""
+        return self.model.apply({"params": params}, chunk.tokens, state.with_length(chunk.start)).cache
+
+    def propose(
+        self,
+        params: Any,
+        state: KVCache,
+        context: Context,
+        *,
+        num_speculative_tokens: int,
+        sampling: SamplingParams | None,
+        row_keys: jax.Array,
+    ) -> tuple[Draft, KVCache]:
+        """See `Drafter.propose`."""
+        start = context.length - 2
+        inputs = jnp.take_along_axis(context.tokens, start[:, None] + jnp.arange(2), axis=1)
+        cache = state.with_length(start)
+        keys = split_row_keys(row_keys, num_speculative_tokens)
+        tokens, probs, usable = [], [], []
+        for step in range(num_speculative_tokens):
+            output = self.model.apply({"params": params}, inputs, cache)
+            cache = output.cache
+            logits = self.head.logits(self.model, params, output.hidden[:, -1])
+            # A distribution that cannot be sampled ends the draft there, before any token of it is drawn.
+            usable.append(jnp.isfinite(logits.max(axis=-1)))
+            logits = jnp.where(usable[-1][:, None], logits, 0.0)
+            if sampling is None:
+                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            else:
+                probs.append(filtered_probs(logits[:, None], sampling)[:, 0])
+                token = sample_from_probs(keys[step], probs[-1])
+            tokens.append(token)
+            inputs = token[:, None]
+        num_drafted = jnp.cumprod(jnp.stack(usable, axis=1).astype(jnp.int32), axis=1).sum(axis=1)
+        draft = Draft(
+            tokens=jnp.stack(tokens, axis=1), num_drafted=num_drafted, probs=None if sampling is None else jnp.stack(probs, axis=1)
+        )
+        return draft, cache
+
+    def commit(self, params: Any, state: KVCache, commit: Commit) -> KVCache:
+        """See `Drafter.commit`. The rollback is a length."""
+        return state.with_length(commit.context.length - 2)

@@ -1,0 +1,71 @@
+"""What a drafter is: anything with `init`, `prefill`, `propose` and `commit`.
+
+A drafter is a frozen, hashable dataclass (static under jit). Its arrays are its params (an argument of the call) and its state (a pytree in
+the loop's carry); it is free to choose both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+
+from specjax.sampling import SamplingParams
+from specjax.state import Commit, Context, Draft, PrefillChunk
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens; the target decides.
+
+    Attributes:
+        feature_layers: Boundaries of the target whose residual stream `prefill` and `commit` receive (see `Transformer.__call__`); empty if
+            the drafter needs none.
+    """
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    def check(self, params: Any, *, vocab_size: int) -> None:
+        """Raises `ValueError` if the drafter does not fit a target of V = `vocab_size`. Called before anything is compiled."""
+        ...
+
+    def init(self, params: Any, *, batch_size: int, capacity: int) -> Any:
+        """The state of an empty context, with room for `capacity` positions a row."""
+        ...
+
+    def grow(self, state: Any, *, capacity: int) -> Any:
+        """The same state with room for `capacity` positions a row; called when a call continues an earlier one."""
+        ...
+
+    def prefill(self, params: Any, state: Any, chunk: PrefillChunk) -> Any:
+        """Takes in C prompt positions. Called in order of position; the last chunk may hold padding behind a row's prompt."""
+        ...
+
+    def propose(
+        self,
+        params: Any,
+        state: Any,
+        context: Context,
+        *,
+        num_speculative_tokens: int,
+        sampling: SamplingParams | None,
+        row_keys: jax.Array,
+    ) -> tuple[Draft, Any]:
+        """Drafts what follows `context` (its pending last token included).
+
+        Args:
+            params: The drafter's params.
+            state: The drafter's state.
+            context: At least two tokens a row: a prompt and the first token emitted after it.
+            num_speculative_tokens: G, static.
+            sampling: Fields `[B]`, or `None` for greedy (then `Draft.probs` is `None`).
+            row_keys: `[B]` typed keys.
+
+        Returns:
+            The draft, and the state to hand to `commit`.
+        """
+        ...
+
+    def commit(self, params: Any, state: Any, commit: Commit) -> Any:
+        """Brings the state in line with what was committed, which may be less than was drafted, or go back several steps."""
+        ...

@@ -1,0 +1,115 @@
+"""The key/value cache: per-layer `[B,K,S,H]` arrays and one length a row.
+
+Rolling back is setting `length`: slots at or beyond it are never attended and will be overwritten. S stands before H and after K, so that
+attention reads it without a transpose. Two invariants let attention mask scores only, and not the values (which would read and write the
+whole cache once more): values are always finite (`write_layer` replaces what is not, and marks the key NaN so that the fault still shows),
+and every slot is written before the first query that may see it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Above this many rows one scatter is cheaper than a dynamic_update_slice a row (each is a kernel launch on a GPU).
+_MAX_UNROLLED_ROWS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer.
+
+    Attributes:
+        keys: L arrays `[B,K,S,H]`, after the rotary embedding.
+        values: L arrays `[B,K,S,H]`.
+        length: `[B]` int32, tokens that count in each row.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+
+    @classmethod
+    def zeros(
+        cls, *, num_layers: int, batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype, sharding=None
+    ) -> KVCache:
+        """An empty, zero-filled cache of length 0.
+
+        Args:
+            num_layers: L.
+            batch_size: B.
+            num_kv_heads: K.
+            capacity: S, slots a row.
+            head_dim: H.
+            dtype: Dtype of keys and values.
+            sharding: Optional sharding of each `[B,K,S,H]` array.
+        """
+
+        def empty() -> tuple[jax.Array, ...]:
+            arrays = (jnp.zeros((batch_size, num_kv_heads, capacity, head_dim), dtype) for _ in range(num_layers))
+            return tuple(arrays if sharding is None else (lax.with_sharding_constraint(x, sharding) for x in arrays))
+
+        return cls(keys=empty(), values=empty(), length=jnp.zeros((batch_size,), jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """S, slots a row."""
+        return self.keys[0].shape[2]
+
+    def with_length(self, length: jax.Array) -> KVCache:
+        """The same slots with another length `[B]`: the rollback."""
+        return dataclasses.replace(self, length=length.astype(jnp.int32))
+
+    def grown(self, capacity: int) -> KVCache:
+        """The same cache with `capacity` slots (copies); unchanged where it has as many already."""
+        extra = capacity - self.capacity
+        if extra <= 0:
+            return self
+
+        def pad(x: jax.Array) -> jax.Array:
+            return jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
+
+        return dataclasses.replace(self, keys=tuple(map(pad, self.keys)), values=tuple(map(pad, self.values)))
+
+    def with_finite_values(self) -> KVCache:
+        """Zeroes the values beyond each row's length (copies). For a cache that comes from outside and may hold anything there."""
+        inside = (jnp.arange(self.capacity) < self.length[:, None])[:, None, :, None]
+        return dataclasses.replace(self, values=tuple(jnp.where(inside, v, jnp.zeros_like(v)) for v in self.values))
+
+
+def write_layer(
+    keys: jax.Array, values: jax.Array, new_keys: jax.Array, new_values: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Writes T new positions a row into one layer's arrays, in place inside a jitted loop.
+
+    A position whose value is not finite gets a zero value and a NaN key: whatever attends to it still becomes NaN, and whatever does not
+    is left alone (a zero attention weight times NaN would be NaN).
+
+    Args:
+        keys: `[B,K,S,H]`.
+        values: `[B,K,S,H]`.
+        new_keys: `[B,T,K,H]`.
+        new_values: `[B,T,K,H]`.
+        start: `[B]` int32, first slot to write in each row; `start + T <= S` is the caller's duty (JAX would shift the write back).
+
+    Returns:
+        The updated `(keys, values)`.
+    """
+    finite = jnp.isfinite(new_values).all(axis=-1, keepdims=True)
+    new_keys = jnp.where(finite, new_keys, jnp.nan)
+    new_values = jnp.where(finite, new_values, 0)
+    return _write_rows(keys, new_keys, start), _write_rows(values, new_values, start)
+
+
+def _write_rows(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)  # [B,K,T,H]
+    batch_size = cache.shape[0]
+    if batch_size <= _MAX_UNROLLED_ROWS:
+        for row in range(batch_size):
+            cache = lax.dynamic_update_slice(cache, new[row : row + 1], (row, 0, start[row], 0))
+        return cache
+    return jax.vmap(lambda c, n, s: lax.dynamic_update_slice(c, n, (0, s, 0)))(cache, new, start)

@@ -1,0 +1,125 @@
+"""Acceptance statistics under vLLM's names: counts in arrays, rates as properties.
+
+Only what was delivered counts. A step that an EOS or a limit cuts short after e tokens, all of them accepted drafts, counts e drafted and e
+accepted; the drafts behind the cut were examined but never delivered and count nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Counts a row; add two with `+`, over rows with the properties.
+
+    Attributes:
+        accepted_counts: `[B,G+1]` int32: `[b, j]` is the number of steps in which row b accepted j draft tokens.
+        drafted_counts: `[B,G+1]` int32: likewise for j drafted tokens.
+        synthetic: The acceptance was made up (`SyntheticAcceptance`): good for timing, never for text or accuracy. Static.
+    """
+
+    accepted_counts: jax.Array
+    drafted_counts: jax.Array
+    synthetic: bool = dataclasses.field(metadata={"static": True}, default=False)
+
+    @classmethod
+    def zeros(cls, batch_size: int, num_speculative_tokens: int, *, synthetic: bool = False) -> Statistics:
+        """No steps yet, for B rows and drafts of up to G tokens."""
+        counts = jnp.zeros((batch_size, num_speculative_tokens + 1), jnp.int32)
+        return cls(accepted_counts=counts, drafted_counts=counts, synthetic=synthetic)
+
+    def record(self, *, active: jax.Array, num_drafted: jax.Array, num_accepted: jax.Array, num_committed: jax.Array) -> Statistics:
+        """Counts one step.
+
+        Args:
+            active: `[B]` bool, rows that took part.
+            num_drafted: `[B]` int32.
+            num_accepted: `[B]` int32, before any cut.
+            num_committed: `[B]` int32, tokens delivered after the cut.
+
+        Returns:
+            The new counts.
+        """
+        cut = num_committed <= num_accepted
+        num_drafted = jnp.where(cut, num_committed, num_drafted)
+        num_accepted = jnp.minimum(num_accepted, num_committed)
+        slots = jnp.arange(self.accepted_counts.shape[1])
+
+        def one_hot(count: jax.Array) -> jax.Array:
+            return ((count[:, None] == slots) & active[:, None]).astype(jnp.int32)
+
+        return dataclasses.replace(
+            self,
+            accepted_counts=self.accepted_counts + one_hot(num_accepted),
+            drafted_counts=self.drafted_counts + one_hot(num_drafted),
+        )
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """The sum over both runs' rows, which become one row each."""
+        if self.accepted_counts.shape[1] != other.accepted_counts.shape[1]:
+            raise ValueError(
+                f"Statistics of different draft lengths do not add: {self.accepted_counts.shape[1] - 1} and {other.accepted_counts.shape[1] - 1}"
+            )
+
+        def total(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            return (ours.sum(0) + theirs.sum(0))[None]
+
+        return Statistics(
+            accepted_counts=total(self.accepted_counts, other.accepted_counts),
+            drafted_counts=total(self.drafted_counts, other.drafted_counts),
+            synthetic=self.synthetic or other.synthetic,
+        )
+
+    @property
+    def num_steps(self) -> jax.Array:
+        """Steps, summed over rows (vLLM: `num_drafts`, which leaves out steps without a draft)."""
+        return self.accepted_counts.sum()
+
+    @property
+    def num_draft_tokens(self) -> jax.Array:
+        """Draft tokens, summed over rows and steps."""
+        return (self.drafted_counts * jnp.arange(self.drafted_counts.shape[1])).sum()
+
+    @property
+    def num_accepted_tokens(self) -> jax.Array:
+        """Accepted draft tokens, summed over rows and steps."""
+        return (self.accepted_counts * jnp.arange(self.accepted_counts.shape[1])).sum()
+
+    @property
+    def draft_acceptance_rate(self) -> jax.Array:
+        """accepted / drafted; 0 where nothing was drafted."""
+        return self.num_accepted_tokens / jnp.maximum(self.num_draft_tokens, 1)
+
+    @property
+    def mean_acceptance_length(self) -> jax.Array:
+        """1 + accepted / steps: the recovered or bonus token is included."""
+        return 1 + self.num_accepted_tokens / jnp.maximum(self.num_steps, 1)
+
+    @property
+    def acceptance_histogram(self) -> jax.Array:
+        """`[G+1]` steps in which exactly j draft tokens were accepted."""
+        return self.accepted_counts.sum(0)
+
+    @property
+    def acceptance_rate_per_position(self) -> jax.Array:
+        """`[G]` share of all steps in which draft position j was accepted (unconditional: it falls with j)."""
+        at_least = jnp.cumsum(self.acceptance_histogram[::-1])[::-1][1:]
+        return at_least / jnp.maximum(self.num_steps, 1)
+
+    def summary(self) -> dict:
+        """Counts and rates as plain numbers, for printing and JSON."""
+        return {
+            "steps": int(self.num_steps),
+            "num_draft_tokens": int(self.num_draft_tokens),
+            "num_accepted_tokens": int(self.num_accepted_tokens),
+            "draft_acceptance_rate": float(self.draft_acceptance_rate),
+            "mean_acceptance_length": float(self.mean_acceptance_length),
+            "acceptance_histogram": [int(x) for x in self.acceptance_histogram],
+            "acceptance_rate_per_position": [float(x) for x in self.acceptance_rate_per_position],
+            "synthetic": self.synthetic,
+        }

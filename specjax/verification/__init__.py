@@ -1,0 +1,1 @@
+"""The rules that keep or reject draft tokens."""
