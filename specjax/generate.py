@@ -75,8 +75,8 @@ def speculative_generate(
 
     Raises:
         ValueError: Empty prompt, prompt and limit beyond the model's window, token or EOS ids outside the vocabulary, a negative or too
-            large limit, temperature negative or NaN, top-p outside (0, 1], negative top-k, a missing key, too small a `cache_capacity`, or a
-            drafter that does not fit (its vocabulary is another).
+            large limit, temperature negative or NaN, top-p outside (0, 1], negative top-k, a missing key, too small a `cache_capacity`, or
+            a drafter that does not fit (its vocabulary is another).
         TypeError: `rng` is not a key.
 
     Reference: arXiv:2211.17192, arXiv:2302.01318.
@@ -297,10 +297,8 @@ def _starting_point(target, drafter, config, drafter_params, request, continue_f
     return Context(tokens=tokens, length=earlier.length + request.prompt_lengths), prompt, start, cache, state
 
 
-def _commit(
-    state: DecodeState, checked: CheckedVerification, logits: jax.Array, request: Request
-) -> tuple[DecodeState, jax.Array]:
-    """Appends what was verified, up to an EOS or the row's limit, and rolls the cache back to it. Returns the number of tokens `[B]` too."""
+def _commit(state: DecodeState, checked: CheckedVerification, logits: jax.Array, request: Request) -> tuple[DecodeState, jax.Array]:
+    """Appends what was verified, up to an EOS or the row's limit, and rolls the cache back to it. Also returns the count `[B]`."""
     tokens, stopping = checked.verification.tokens, request.stopping
     slots = jnp.arange(tokens.shape[1])
     active = state.finish_reason == FinishReason.RUNNING
@@ -314,9 +312,7 @@ def _commit(
     reason = jnp.where(checked.nonfinite, FinishReason.NONFINITE_LOGITS, FinishReason.RUNNING)
     reason = jnp.where(num_generated >= stopping.max_new_tokens, FinishReason.LENGTH, reason)
     reason = jnp.where(ends, FinishReason.EOS, reason)
-    context = Context(
-        tokens=_write_tokens(state.context.tokens, state.context.length, tokens, count), length=state.context.length + count
-    )
+    context = Context(tokens=_write_tokens(state.context.tokens, state.context.length, tokens, count), length=state.context.length + count)
     log_probs = state.log_probs
     if log_probs.shape[1]:
         new = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]

@@ -1,18 +1,19 @@
 """From what a user passes to what the compiled loop takes: checks, left-alignment, padding to buckets. Host code, NumPy only.
 
-Nothing here runs a JAX operation on concrete input, so that a call is one executable. Arrays that are traced (a call inside the caller's own
-`jit`) are passed on as they are: their values cannot be checked, and must keep the contract that `speculative_generate` states.
+Nothing here runs a JAX operation on concrete input, so that a call is one executable. Arrays that are traced (a call inside the caller's
+own `jit`) are passed on as they are: their values cannot be checked, and must keep the contract that `speculative_generate` states.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from specjax.config import GenerateConfig, ModelConfig
 from specjax.sampling import SamplingParams
@@ -45,8 +46,10 @@ class Request:
 
 
 def bucket(size: int, smallest: int = 16) -> int:
-    """The bucket that `size` falls into: powers of two and the halves between them (16, 24, 32, 48, 64, 96, …), so that at most a third of a
-    bucket is padding and a range of sizes compiles a handful of programs."""
+    """The bucket that `size` falls into: powers of two and the halves between them (16, 24, 32, 48, 64, 96, …).
+
+    So at most a third of a bucket is padding, and a range of sizes compiles a handful of programs.
+    """
     power = smallest
     while power < size:
         if power * 3 // 2 >= size:
@@ -56,7 +59,7 @@ def bucket(size: int, smallest: int = 16) -> int:
 
 
 def _is_traced(x: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
 
 
 def left_align(tokens: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,14 +72,14 @@ def left_align(tokens: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array,
     Returns:
         Tokens `[B,P]` with the counted ones first, in order, and their number `[B]`. NumPy arrays for NumPy input.
     """
-    xp = np if isinstance(tokens, np.ndarray) and isinstance(attention_mask, np.ndarray) else jnp
+    xp: Any = np if isinstance(tokens, np.ndarray) and isinstance(attention_mask, np.ndarray) else jnp
     counted = attention_mask != 0
     # A stable sort on "does not count" moves the counted tokens to the front and keeps their order.
     order = np.argsort(~counted, axis=1, kind="stable") if xp is np else jnp.argsort(~counted, axis=1, stable=True)
     return xp.take_along_axis(tokens, order, axis=1), counted.sum(axis=1).astype(np.int32)
 
 
-def prepare(
+def prepare(  # noqa: D417 - the rest is documented where users call it
     model: ModelConfig,
     prompt_tokens: Any,
     *,
@@ -121,7 +124,7 @@ def prepare(
         capacity_tokens = bucket(config.max_new_tokens)
     capacity = _capacity(config, continue_from, start, width=width, num_new=capacity_tokens, draft_length=draft_length)
     request = Request(
-        prompt_tokens=tokens,
+        prompt_tokens=cast(jax.Array, tokens),  # a NumPy array until the jitted call takes it
         prompt_lengths=lengths,
         sampling=_sampling(sampling, batch_size),
         stopping=Stopping(
@@ -145,7 +148,7 @@ def _prompts(model: ModelConfig, prompt_tokens: Any, prompt_lengths: Any, *, may
         prompt_lengths = [len(row) for row in prompt_tokens]
         width = max([1, *prompt_lengths])
         prompt_tokens = np.array([[*row, *[0] * (width - len(row))] for row in prompt_tokens]).reshape(len(prompt_lengths), width)
-    if not isinstance(prompt_tokens, jax.core.Tracer):
+    if not isinstance(prompt_tokens, Tracer):
         prompt_tokens = np.asarray(prompt_tokens)
     if prompt_tokens.ndim != 2 or 0 in prompt_tokens.shape or not jnp.issubdtype(prompt_tokens.dtype, jnp.integer):
         raise ValueError(
@@ -185,7 +188,9 @@ def _per_row(value: Any, batch_size: int, dtype: Any, name: str) -> Any:
 def _per_row_limit(config: GenerateConfig, max_new_tokens: Any, batch_size: int) -> Any:
     limit = _per_row(config.max_new_tokens if max_new_tokens is None else max_new_tokens, batch_size, np.int32, "max_new_tokens")
     if not _is_traced(limit) and (limit.min() < 0 or limit.max() > config.max_new_tokens):
-        raise ValueError(f"max_new_tokens must be from 0 to GenerateConfig.max_new_tokens = {config.max_new_tokens} in each row, got {limit.tolist()}")
+        raise ValueError(
+            f"max_new_tokens must be from 0 to GenerateConfig.max_new_tokens = {config.max_new_tokens} in each row, got {limit.tolist()}"
+        )
     return limit
 
 
@@ -264,7 +269,7 @@ def _sampling(sampling: SamplingParams | None, batch_size: int) -> SamplingParam
     return SamplingParams(**fields)
 
 
-def _key(rng: Any, config: GenerateConfig, batch_size: int) -> jax.Array:
+def _key(rng: Any, config: GenerateConfig, batch_size: int) -> Any:
     if rng is None:
         if config.do_sample:
             raise ValueError("do_sample=True needs rng, a key from jax.random.key(seed)")

@@ -52,7 +52,7 @@ def filtered_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     Returns:
         `[B,T,V]` float32 probabilities; one-hot at the arg-max in greedy rows.
     """
-    greedy = sampling.temperature < MIN_TEMPERATURE
+    greedy = jnp.less(sampling.temperature, MIN_TEMPERATURE)
     temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None, None]
     # The largest logit becomes 0 first, so that a small temperature cannot overflow.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature

@@ -63,7 +63,8 @@ class Statistics:
         """The sum over both runs' rows, which become one row each."""
         if self.accepted_counts.shape[1] != other.accepted_counts.shape[1]:
             raise ValueError(
-                f"Statistics of different draft lengths do not add: {self.accepted_counts.shape[1] - 1} and {other.accepted_counts.shape[1] - 1}"
+                "Statistics of different draft lengths do not add: "
+                f"{self.accepted_counts.shape[1] - 1} and {other.accepted_counts.shape[1] - 1}"
             )
 
         def total(ours: jax.Array, theirs: jax.Array) -> jax.Array:

@@ -43,7 +43,9 @@ def cached_attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"cached_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
-        raise ValueError(f"cached_attention: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}")
+        raise ValueError(
+            f"cached_attention: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}"
+        )
     if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3] or query.shape[2] % keys.shape[1]:
         raise ValueError(f"cached_attention: query {query.shape} does not fit keys {keys.shape}: B and H must agree and K must divide N")
     return cached_attention_reference(query, keys, values, length, step_mask=step_mask, scale=scale)

@@ -1,8 +1,8 @@
 """A smaller causal language model with the target's tokenizer as the drafter. arXiv:2211.17192.
 
-Its cache holds the context but for the last two tokens, and each proposal begins with a pass over those two. So the same static shape serves
-a row whose whole draft was accepted (the cache lacks the last draft token, which no pass has seen) and one whose draft was rejected (the
-first of the two is written again, to the same value).
+Its cache holds the context but for the last two tokens, and each proposal begins with a pass over those two. So the same static shape
+serves a row whose whole draft was accepted (the cache lacks the last draft token, which no pass has seen) and one whose draft was rejected
+(the first of the two is written again, to the same value).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class DraftModel:
         """See `Drafter.check`."""
         if self.model.config.vocab_size != vocab_size:
             raise ValueError(
-                f"the draft model has a vocabulary of {self.model.config.vocab_size} tokens, the target one of {vocab_size}: they must be the same"
+                f"the draft model has a vocabulary of {self.model.config.vocab_size} tokens, the target one of {vocab_size}: "
+                "they must be the same"
             )
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> KVCache:

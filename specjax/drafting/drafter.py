@@ -23,7 +23,9 @@ class Drafter(Protocol):
     """
 
     @property
-    def feature_layers(self) -> tuple[int, ...]: ...
+    def feature_layers(self) -> tuple[int, ...]:
+        """Boundaries of the target that the drafter reads."""
+        ...
 
     def check(self, params: Any, *, vocab_size: int) -> None:
         """Raises `ValueError` if the drafter does not fit a target of V = `vocab_size`. Called before anything is compiled."""

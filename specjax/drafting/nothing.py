@@ -1,8 +1,8 @@
 """A drafter that proposes nothing: plain decoding, in verification passes of G + 1 rows.
 
 In reduced precision a pass of G + 1 rows and one of a single row round differently, so greedy speculative and greedy plain output may part
-where two tokens are nearly tied. Plain decoding with this drafter runs the very passes that a speculative run does: its output is the one to
-compare with, token for token, in bfloat16 as well.
+where two tokens are nearly tied. Plain decoding with this drafter runs the very passes that a speculative run does: its output is the one
+to compare with, token for token, in bfloat16 as well.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head:
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -69,7 +70,13 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array, angles: tuple[jax.Array, jax.Array], step_mask: jax.Array | None
+        self,
+        x: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        length: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        step_mask: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         cfg = self.config
         group_size = cfg.num_heads // cfg.num_kv_heads
@@ -122,7 +129,13 @@ class Transformer(nn.Module):
     param_dtype: jnp.dtype = jnp.bfloat16
     attention_implementation: str = "auto"
 
+    if TYPE_CHECKING:
+        # Flax types both as a union that also has the mutated collections.
+        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+
     def setup(self) -> None:
+        """Declares the parameters."""
         cfg = self.config
         self.embedding = self.param("embedding", _PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
         self.blocks = [

@@ -23,18 +23,22 @@ class VerificationRule(Protocol):
     """
 
     @property
-    def lossless(self) -> bool: ...
+    def lossless(self) -> bool:
+        """The output follows the target's distribution exactly."""
+        ...
 
     @property
-    def synthetic(self) -> bool: ...
+    def synthetic(self) -> bool:
+        """The acceptance is made up."""
+        ...
 
     def __call__(self, draft: Draft, target_probs: jax.Array, row_keys: jax.Array) -> Verification:
         """Verifies one draft.
 
         Args:
             draft: G proposed tokens a row.
-            target_probs: `[B,G+1,V]` float32, the target's distributions after temperature, top-k and top-p: row j judges draft token j, row
-                `num_drafted` gives the bonus token.
+            target_probs: `[B,G+1,V]` float32, the target's distributions after temperature, top-k and top-p: row j judges draft token j,
+                row `num_drafted` gives the bonus token.
             row_keys: `[B]` typed keys.
 
         Returns:

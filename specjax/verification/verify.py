@@ -69,7 +69,9 @@ def verify_greedy(draft: Draft, target_tokens: jax.Array) -> Verification:
     return assemble(draft, num_accepted, next_token)
 
 
-def _without_draft(draft: Draft, target_logits: jax.Array, sampling: SamplingParams, row_keys: jax.Array, *, do_sample: bool) -> Verification:
+def _without_draft(
+    draft: Draft, target_logits: jax.Array, sampling: SamplingParams, row_keys: jax.Array, *, do_sample: bool
+) -> Verification:
     """Plain decoding: one token a row, from the only row of logits."""
     if do_sample:
         token = sample_from_probs(row_keys, filtered_probs(target_logits, sampling)[:, 0])
