@@ -1,0 +1,90 @@
+"""Writes a folder whole or not at all: into a hidden sibling first, then one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def check_destination(destination: str | Path, *, force: bool) -> None:
+    """Says early whether `atomic_folder` would refuse. Writes nothing.
+
+    Raises:
+        FileExistsError: The destination exists and `force` is false, or it is no folder.
+        PermissionError: Its parent cannot be written.
+    """
+    destination = Path(destination).absolute()
+    if destination.exists() and not force:
+        raise FileExistsError(f"{destination} exists; pass --force (force=True) to replace it")
+    if destination.exists() and not destination.is_dir():
+        raise FileExistsError(f"{destination} is a file, not a folder that --force could replace")
+    parent = next(folder for folder in destination.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise PermissionError(f"{destination} cannot be created: {parent} is not a writable folder")
+
+
+@contextlib.contextmanager
+def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """A folder to fill, which takes the destination's place when the block ends without an error.
+
+    An interruption at any point leaves the earlier folder, or none, never a mixture. What an interrupted run left behind is removed by the
+    next one for the same destination.
+
+    Args:
+        destination: The folder to create; its parents are made.
+        force: Replace a folder that exists.
+
+    Yields:
+        The empty folder to write into, beside the destination.
+
+    Raises:
+        FileExistsError: The destination exists and `force` is false.
+        PermissionError: Its parent cannot be written.
+        RuntimeError: Another process is writing the same destination.
+    """
+    destination = Path(destination).absolute()
+    check_destination(destination, force=force)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}.incomplete")
+    replaced = destination.with_name(f".{destination.name}.replaced")
+    with _locked(partial):
+        _empty(partial)
+        if replaced.exists():
+            # An earlier run stopped inside the swap below: either before its second rename (put the old folder back) or after it.
+            shutil.rmtree(replaced) if destination.exists() else replaced.rename(destination)
+            check_destination(destination, force=force)
+        try:
+            yield partial
+            if destination.exists():
+                destination.rename(replaced)
+            partial.rename(destination)
+        except BaseException:
+            if replaced.exists() and not destination.exists():
+                replaced.rename(destination)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Creates the folder and holds a lock on it, which the system drops when the process ends, however it ends."""
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"another process is writing {folder.name} in {folder.parent}") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
