@@ -1,0 +1,1 @@
+"""Experiments: one file a question. `python -m experiments.run` lists them."""

@@ -1,0 +1,136 @@
+"""The JSON that an experiment leaves: where it ran, how, and its rows. Written atomically, and after every row."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.experiment import ROW_KEYS
+
+REPOSITORY = Path(__file__).parent.parent
+# Files that a run itself rewrites do not make a tree dirty.
+_REWRITTEN = (":!experiments/results", ":!README.md")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Everything about a run but its rows.
+
+    Attributes:
+        experiment: The module's name.
+        question: What it answers.
+        command: What repeats it.
+        git_sha: The commit, with `-dirty` where the tree had changes.
+        config: All settings.
+    """
+
+    experiment: str
+    question: str
+    command: str
+    git_sha: str
+    config: dict[str, Any]
+
+    def as_json(self, rows: list[dict]) -> dict[str, Any]:
+        """The whole JSON."""
+        return {**dataclasses.asdict(self), "versions": versions(), "device": device(), "rows": rows}
+
+
+def git_sha(repository: Path = REPOSITORY) -> str | None:
+    """The checked-out commit, with `-dirty` where tracked files differ or new ones stand; `None` outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        sha = git("rev-parse", "HEAD")
+        dirty = git("status", "--porcelain", "--", ".", *_REWRITTEN)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{sha}-dirty" if dirty else sha
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that decides what is compiled."""
+
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "checkout" if package == "specjax" else "absent"
+
+    packages = {package: version(package) for package in ("jax", "jaxlib", "flax", "numpy", "specjax")}
+    return {"python": platform.python_version(), **packages, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+
+
+def device() -> dict[str, Any]:
+    """The devices that JAX computes on."""
+    first = jax.devices()[0]
+    memory = (first.memory_stats() or {}).get("bytes_limit")
+    return {"kind": first.device_kind, "count": jax.device_count(), "platform": first.platform, "memory_bytes": memory}
+
+
+def check_row(row: dict) -> dict:
+    """The row, JSON-ready.
+
+    Raises:
+        ValueError: A key is missing that every row carries.
+    """
+    missing = [key for key in ROW_KEYS if key not in row]
+    if missing:
+        raise ValueError(f"a row lacks {', '.join(missing)}: {row}")
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def collect(record: Record, rows: Iterable[dict], path: Path) -> Iterator[dict]:
+    """Passes rows on and keeps what is there so far in `PATH.partial`; the last row replaces `path`, so a run that fails destroys nothing.
+
+    Args:
+        record: The run.
+        rows: What the experiment yields.
+        path: Where the JSON shall stand.
+    """
+    partial = path.with_suffix(".json.partial")
+    done: list[dict] = []
+    for row in rows:
+        done.append(check_row(row))
+        write_json(partial, record.as_json(done))
+        yield done[-1]
+    write_json(path, record.as_json(done))
+    partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` so that `path` holds the old or the new file, never a part. Not-a-number is refused."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        return np.asarray(value).tolist()
+    return value

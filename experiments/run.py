@@ -1,0 +1,70 @@
+"""`python -m experiments.run` lists the experiments; `python -m experiments.run NAME key=value …` runs one and writes its JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.experiment import changed, declarations, load, parse_config, portable
+from experiments.record import REPOSITORY, Record, collect, git_sha
+
+RESULTS = REPOSITORY / "experiments" / "results"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    name: Annotated[str | None, typer.Argument(help="The experiment; none lists them.", show_default=False)] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Its settings.", show_default=False)] = None,
+    record: Annotated[bool, typer.Option("--record", help="Write to experiments/results, the numbers that the README shows.")] = False,
+    save_as: Annotated[str | None, typer.Option("--save-as", help="The JSON's name, where it is not the experiment's.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the JSON without --record.")] = REPOSITORY / "runs",
+    sha: Annotated[str | None, typer.Option("--git-sha", help="The commit, for a checkout without .git.")] = None,
+) -> None:
+    """Lists the experiments, or runs one."""
+    if name is None:
+        show_list()
+        return
+    try:
+        declaration, config_type, run = load(name)
+        config = parse_config(config_type, settings or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    commit = sha or git_sha()
+    if record and commit is None:
+        raise typer.BadParameter("a recorded result needs its commit: this is no git checkout, give --git-sha SHA")
+    options = ["--record"] * record + [f"--save-as {save_as}"] * (save_as is not None)
+    description = Record(
+        experiment=name,
+        question=declaration.question,
+        command=" ".join(["python -m experiments.run", name, *changed(config), *options]),
+        git_sha=commit or "unknown",
+        config=portable(config),
+    )
+    path = (RESULTS if record else out) / f"{save_as or name}.json"
+    for row in collect(description, run(config), path):
+        print(summary(row), flush=True)
+    print(f"wrote {path}")
+
+
+def show_list() -> None:
+    """Prints what there is, from the modules' own docstrings."""
+    table = Table("experiment", "question", "hardware", "time", show_lines=True)
+    for declaration in declarations():
+        table.add_row(declaration.name, declaration.question, declaration.hardware, declaration.time)
+    Console().print(table)
+
+
+def summary(row: dict) -> str:
+    """A row on one line: its short values."""
+    short = {key: value for key, value in row.items() if not isinstance(value, list | dict) and value is not None}
+    return "  ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in short.items())
+
+
+if __name__ == "__main__":
+    app()
