@@ -5,9 +5,9 @@ Hardware: one H200 (any device works; `model=tiny` on a CPU)
 Time: 2 minutes on an H200
 Result: see "Decode latency" in the README, made from results/decode_latency.json
 
-`mode=decode` times the library's own step (target, head, greedy sampling, commit) with `rows` new positions a sequence: 1 is plain decoding,
-more is a verification pass of `NoDraft`. `mode=speculative_step` times a whole speculative step of a pair and, in the same process, its
-parts: proposing alone, verification alone. Every figure is a marginal cost inside a `while_loop`: (long loop - short loop) / steps between.
+`mode=decode` times the library's own step (target, head, greedy sampling, commit) with `rows` new positions a sequence: 1 is plain, more is
+a verification pass of `NoDraft`. `mode=speculative_step` times a whole speculative step of a pair and, in the same process, its parts:
+proposing alone, verification alone. Every figure is a marginal cost inside a `while_loop`: (long loop - short loop) / steps between.
 Weights (unless `model` is a checkpoint), cache and tokens are random.
 """
 
@@ -87,7 +87,7 @@ class Case:
     config: Config
     batch: int
     context: int
-    measured_bandwidth: float
+    measured_bandwidth: float | None
 
     def state(self, drafter: Drafter | None, drafter_params: Any, *, steps_margin: int) -> tuple[Request, GenerateConfig, DecodeState]:
         """A decode in the middle: random tokens, keys and values, `long_steps` before the last pass's rows end at `context`."""

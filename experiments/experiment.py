@@ -1,7 +1,7 @@
 """What an experiment is: a module with a docstring that declares it, a frozen dataclass `Config` and `run(config)`.
 
-The docstring's first line is the question. `Command:`, `Hardware:`, `Time:` and `Result:` follow, each on lines of its own; what the list of
-experiments shows is read from there. `run` returns or yields rows: dicts that each say `implementation`, `weights` and `synthetic`.
+The docstring's first line is the question. `Command:`, `Hardware:`, `Time:` and `Result:` follow, each on lines of its own; what the list
+of experiments shows is read from there. `run` returns or yields rows: dicts that each say `implementation`, `weights` and `synthetic`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _type_name(hint: Any) -> str:
         return " or ".join(_type_name(part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return f"a comma-separated list of {_type_name(typing.get_args(hint)[0])}"
-    return "none" if hint is types.NoneType else {bool: "true or false"}.get(hint, hint.__name__)
+    if hint is bool:
+        return "true or false"
+    return "none" if hint is types.NoneType else str(hint.__name__)
 
 
 def _parse(hint: Any, text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Models by name: a preset with random weights, or a checkpoint from a path (ours as it is, Hugging Face folders and GGUF files converted once)."""
+"""Models by name: a preset with random weights, or a path: our checkpoint, or a Hugging Face folder or GGUF file, converted once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from experiments.presets import PRESETS, random_params
 from specjax import Transformer
+from specjax.checkpoints.convert import convert
+from specjax.checkpoints.store import Checkpoint, load_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Model:
     """A model, ready to run.
 
     Attributes:
-        name: The preset's name or the path's last part.
+        name: The preset's name, or what the checkpoint was made from.
         model: The module.
         params: Its params.
         weights: "random", or "real" and how they were stored.
@@ -31,7 +33,7 @@ class Model:
     model: Transformer
     params: dict
     weights: str
-    checkpoint: Any = None
+    checkpoint: Checkpoint | None = None
 
 
 def load_model(name: str, *, dtype: str, implementation: str = "auto", cache_dir: str | None = None, rng: jax.Array | None = None) -> Model:
@@ -54,17 +56,14 @@ def load_model(name: str, *, dtype: str, implementation: str = "auto", cache_dir
     path = Path(name).expanduser()
     if not path.exists():
         raise ValueError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a path that exists")
-    from specjax.checkpoints.store import load_checkpoint
-
     checkpoint = load_checkpoint(converted(path, dtype=dtype, cache_dir=cache_dir), dtype=jnp.dtype(dtype))
     model = checkpoint.model.clone(attention_implementation=implementation)
-    return Model(path.stem if path.is_file() else path.name, model, checkpoint.params, stored_as(checkpoint.metadata, dtype), checkpoint)
+    name = Path(checkpoint.metadata.get("source") or path.name).name.removesuffix(".gguf")
+    return Model(name, model, checkpoint.params, stored_as(checkpoint.metadata, dtype), checkpoint)
 
 
 def converted(path: Path, *, dtype: str, cache_dir: str | None) -> Path:
     """Our checkpoint for `path`: itself, or a conversion that is kept for the next time."""
-    from specjax.checkpoints.convert import convert
-
     if not (path.is_file() or (path / "config.json").exists()):
         return path
     # Another file under the same name has another size or time.
@@ -83,7 +82,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specjax"
 
 
-def stored_as(metadata: Any, dtype: str) -> str:
+def stored_as(metadata: dict[str, Any], dtype: str) -> str:
     """The `weights` of a row: "real", and what they were stored as where that was not `dtype`."""
-    quantisation = metadata.get("quantisation") if isinstance(metadata, dict) else getattr(metadata, "quantisation", None)
-    return f"real, {quantisation} dequantised to {dtype}" if quantisation else f"real, {dtype}"
+    quantisation = metadata.get("quantisation")
+    return f"real, {dtype}" if quantisation in (None, "none") else f"real, {quantisation} dequantised to {dtype}"

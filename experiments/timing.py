@@ -82,7 +82,8 @@ def time_loop(step: Callable[[Any, Any], Any], params: Any, state: Any, *, short
         jax.block_until_ready(compiled(params, state, np.int32(num_steps)))
         return (time.perf_counter() - begin) * 1e3
 
-    wall_ms(short), wall_ms(long)
+    for num_steps in (short, long):
+        wall_ms(num_steps)
     pairs = [(wall_ms(short), wall_ms(long)) for _ in range(repeats)]
     return LoopTiming(
         ms_per_step=tuple((long_ms - short_ms) / (long - short) for short_ms, long_ms in pairs),
@@ -93,11 +94,14 @@ def time_loop(step: Callable[[Any, Any], Any], params: Any, state: Any, *, short
     )
 
 
-def copy_bandwidth(num_bytes: int, *, repeats: int = 5) -> float:
-    """Bytes a second, read and written, of copying an array of `num_bytes` on the device (much larger than its caches, or it lies)."""
+def copy_bandwidth(num_bytes: int, *, repeats: int = 5) -> float | None:
+    """Bytes a second, read and written, of copying an array of `num_bytes` on the device; `None` where that is lost in the noise.
+
+    The array must be much larger than the device's caches, or theirs is the bandwidth measured.
+    """
     array = jnp.arange(num_bytes // 4, dtype=jnp.int32)
-    timing = time_loop(lambda _, x: x ^ 1, None, jax.block_until_ready(array), short=2, long=10, repeats=repeats)
-    return 2 * array.nbytes / (max(timing.median_ms, 1e-9) / 1e3)
+    timing = time_loop(lambda _, x: x ^ 1, None, jax.block_until_ready(array), short=4, long=20, repeats=repeats)
+    return 2 * array.nbytes / (timing.median_ms / 1e3) if timing.median_ms > 0 else None
 
 
 def _temp_bytes(compiled: Any) -> int | None:

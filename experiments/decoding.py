@@ -1,0 +1,158 @@
+"""Decoding a set of prompts, batch by batch, through one compiled program, and timing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.models import Model
+from specjax import GenerateConfig, SamplingParams, Statistics, speculative_generate
+from specjax.drafting.drafter import Drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What came out for a set of prompts.
+
+    Attributes:
+        tokens: The delivered tokens of each prompt.
+        seconds: Wall time over all batches, prefill included, compilation excluded.
+        statistics: Acceptance counts over all prompts.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    statistics: Statistics
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens delivered."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Delivered tokens over wall time."""
+        return self.num_tokens / self.seconds
+
+
+class Decoder:
+    """Calls `speculative_generate` with batches of one shape, so that all of them are one program.
+
+    Attributes:
+        compile_s: Time of the first call, which compiles and runs a few steps.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None,
+        drafter_params: dict | None,
+        *,
+        config: GenerateConfig,
+        batch: int,
+        width: int,
+        eos_token_ids: Sequence[int],
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """Compiles.
+
+        Args:
+            target: The target model.
+            drafter: `None` decodes plainly.
+            drafter_params: Its params.
+            config: Static choices.
+            batch: B.
+            width: Columns that every prompt is padded to.
+            eos_token_ids: What ends a row.
+            temperature: Where `config.do_sample`.
+            seed: Likewise.
+        """
+        self._target, self._drafter, self._drafter_params = target, drafter, drafter_params
+        self._config, self._batch, self._width = config, batch, width
+        self._eos, self._temperature, self._rng = list(eos_token_ids), temperature, jax.random.key(seed)
+        begin = time.perf_counter()
+        self._call([[0]], limit=min(config.max_new_tokens, 2 * (config.num_speculative_tokens + 1)), index=0)
+        self.compile_s = time.perf_counter() - begin
+
+    def __call__(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> Decoded:
+        """Decodes the prompts `repeats` times; of each batch the median time counts."""
+        tokens, seconds, statistics = [], 0.0, None
+        for index in range(0, len(prompts), self._batch):
+            rows = prompts[index : index + self._batch]
+            times = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                output = self._call(rows, limit=self._config.max_new_tokens, index=index)
+                times.append(time.perf_counter() - begin)
+            seconds += float(np.median(times))
+            delivered, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
+            tokens += [delivered[row, : lengths[row]].tolist() for row in range(len(rows))]
+            statistics = output.statistics if statistics is None else statistics + output.statistics
+        assert statistics is not None, "no prompts"
+        return Decoded(tokens, seconds, statistics)
+
+    def _call(self, rows, *, limit, index):
+        padded = np.zeros((self._batch, self._width), np.int32)
+        lengths, limits = np.ones((self._batch,), np.int32), np.zeros((self._batch,), np.int32)
+        for row, prompt in enumerate(rows):
+            padded[row, : len(prompt)] = prompt
+            lengths[row], limits[row] = len(prompt), limit  # rows beyond the last prompt have a limit of 0: finished from the start
+        sampling = SamplingParams(temperature=np.float32(self._temperature)) if self._config.do_sample else None
+        rng = jax.random.fold_in(self._rng, index) if self._config.do_sample else None
+        output = speculative_generate(
+            self._target.model,
+            self._target.params,
+            self._drafter,
+            self._drafter_params,
+            padded,
+            prompt_lengths=lengths,
+            config=self._config,
+            sampling=sampling,
+            eos_token_ids=self._eos,
+            max_new_tokens=limits,
+            rng=rng,
+        )
+        # The continuation holds the caches: dropped here, so that the next call has their memory.
+        return jax.block_until_ready(dataclasses.replace(output, continuation=None))
+
+
+def first_divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first position at which two outputs differ; `None` if they are the same."""
+    if list(ours) == list(theirs):
+        return None
+    same = (a == b for a, b in zip(ours, theirs, strict=False))
+    return next((position for position, equal in enumerate(same) if not equal), min(len(ours), len(theirs)))
+
+
+class LogitGap:
+    """How far apart the target, in float32, puts two candidates for the next token: near-ties are what reduced precision flips."""
+
+    def __init__(self, target: Model, capacity: int) -> None:
+        """Compiles on first use.
+
+        Args:
+            target: The target; its weights stay as they are and are cast layer by layer.
+            capacity: Longest text.
+        """
+        model = target.model.clone(dtype=jnp.float32)
+        self._capacity = capacity
+
+        @jax.jit
+        def gap(params, tokens, last, ours, theirs):
+            output = model.apply({"params": params}, tokens, model.init_cache(batch_size=1, capacity=capacity))
+            logits = model.apply({"params": params}, output.hidden[:, last], method="logits")[0]
+            return jnp.abs(logits[ours] - logits[theirs])
+
+        self._gap, self._params = gap, target.params
+
+    def __call__(self, text: Sequence[int], ours: int, theirs: int) -> float:
+        """|logit(ours) - logit(theirs)| after `text`."""
+        tokens = np.zeros((1, self._capacity), np.int32)
+        tokens[0, : len(text)] = text
+        return float(self._gap(self._params, tokens, np.int32(len(text) - 1), np.int32(ours), np.int32(theirs)))

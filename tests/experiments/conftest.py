@@ -1,0 +1,61 @@
+"""A tiny checkpoint with a byte-level tokenizer, and prompt sets to decode with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from experiments.presets import random_params
+from specjax import ModelConfig, Transformer
+from specjax.checkpoints.store import save_checkpoint
+
+TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def write_checkpoint(path: Path, *, num_layers: int = 2, seed: int = 0) -> Path:
+    """A random Llama of a few thousand parameters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", additional_special_tokens=["<u>", "<a>"])
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path.parent / f"{path.name}-tokenizer")
+    config = ModelConfig(
+        vocab_size=len(fast),
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=num_layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+    )
+    params = random_params(Transformer(config, param_dtype=jnp.float32), jax.random.key(seed))
+    save_checkpoint(path, config, params, {"source": path.name, "quantisation": "none"}, path.parent / f"{path.name}-tokenizer")
+    return path
+
+
+@pytest.fixture(scope="session")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-target")
+
+
+@pytest.fixture(scope="session")
+def drafter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-drafter", num_layers=1, seed=1)
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    for name in ("first", "second"):
+        lines = (json.dumps({"question_id": n, "turns": [f"{name} {n} " + "ab" * n]}) for n in range(5))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
