@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.decoding import Decoded, Decoder, LogitGap, first_divergence
-from experiments.experiment import FOLDER, path_field
+from experiments.experiment import FOLDER, ExperimentError, path_field
 from experiments.models import Model, load_model
 from experiments.prompts import encode, load_prompts
 from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, RejectionSampling, SyntheticAcceptance
@@ -78,13 +78,13 @@ def run(config: Config) -> Iterator[dict]:
     """One row a set, and one for their mean."""
     for key in ("target", "data_dir"):
         if not getattr(config, key):
-            raise ValueError(f"acceptance needs {key}=PATH")
+            raise ExperimentError(f"acceptance needs {key}=PATH")
     options = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.target, **options)
     draft_model = None if config.drafter == PROMPT_LOOKUP else load_model(config.drafter, **options)
     drafter = PromptLookup() if draft_model is None else DraftModel(draft_model.model)
     if target.checkpoint is None:
-        raise ValueError(f"acceptance needs a target with a tokenizer, {config.target!r} is a preset")
+        raise ExperimentError(f"acceptance needs a target with a tokenizer, {config.target!r} is a preset")
     tokenizer = target.checkpoint.tokenizer()
     sets = {name: load_prompts(config.data_dir, name, config.prompts_per_set) for name in config.sets}
     prompts = {name: encode(tokenizer, texts, chat_template=config.chat_template) for name, texts in sets.items()}
@@ -208,6 +208,18 @@ class Comparison:
             "divergence_max_logit_gap": max((found["logit_gap"] for found in divergences), default=None),
             "divergences": divergences,
         }
+
+
+def show(row: dict) -> str:
+    """A row's main figures on one line; says when speculation loses."""
+    text = (
+        f"{row['dataset']:10}  acceptance rate {row['acceptance_rate']:.3f}  mean acceptance length {row['mean_acceptance_length']:.2f}  "
+    )
+    text += f"{row['tokens_per_s']:.1f} tokens/s, {row['tokens_per_s_autoregressive']:.1f} without: {row['speedup']:.2f} x"
+    text += "" if row["speedup"] > 1 else " (speculation loses)"
+    if row["greedy_equal_to_plain"] is not None:
+        text += f"  equal to plain {row['greedy_equal_to_plain']:.3f}, to padded plain {row['greedy_equal_to_padded_plain']:.3f}"
+    return text + ("  SYNTHETIC" if row["synthetic"] else "")
 
 
 def end_of_text(model: Model) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ Hardware: one H200 (any device works; `model=tiny` on a CPU)
 Time: 2 minutes on an H200
 Result: see "Decode latency" in the README, made from results/decode_latency.json
 
-`mode=decode` times the library's own step (target, head, greedy sampling, commit) with `rows` new positions a sequence: 1 is plain, more is
-a verification pass of `NoDraft`. `mode=speculative_step` times a whole speculative step of a pair and, in the same process, its parts:
-proposing alone, verification alone. Every figure is a marginal cost inside a `while_loop`: (long loop - short loop) / steps between.
-Weights (unless `model` is a checkpoint), cache and tokens are random.
+`modes=decode` times the library's own step (target, head, greedy sampling, commit) with `rows` new positions a sequence: 1 is plain, more
+is a verification pass of `NoDraft`. `modes=speculative_step` times a whole speculative step of a pair and, in the same process, its parts:
+proposing alone, verification alone. Every time is a marginal cost inside a `while_loop`: (long loop - short loop) / steps between.
+`modes=executions` counts the executables that one call of `speculative_generate` runs. Weights (unless `model` is a checkpoint), cache and
+tokens are random.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.experiment import path_field
+from experiments.experiment import ExperimentError, path_field
 from experiments.models import Model, load_model
 from experiments.presets import kv_bytes, random_array, weight_bytes_per_pass
-from experiments.timing import LoopTiming, copy_bandwidth, time_loop
-from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup
+from experiments.timing import LoopTiming, copy_bandwidth, count_executions, time_loop
+from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, speculative_generate
 from specjax.drafting.drafter import Drafter
 from specjax.generate import decode_step, prepare_call
 from specjax.requests import Request, row_keys
 from specjax.state import Commit, Context, DecodeState, FinishReason
 from specjax.statistics import Statistics
 
-MODES = ("decode", "speculative_step")
+PROMPT_LOOKUP = "prompt_lookup"
+MODES = ("decode", "speculative_step", "executions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Config:
     def __post_init__(self) -> None:
         unknown = set(self.modes) - set(MODES)
         if unknown or not self.modes:
-            raise ValueError(f"modes must be some of {', '.join(MODES)}, got {', '.join(self.modes) or 'none'}")
+            raise ExperimentError(f"modes must be some of {', '.join(MODES)}, got {', '.join(self.modes) or 'none'}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Case:
         draft_length = 0 if drafter is None else self.config.num_speculative_tokens
         start = self.context - self.config.long_steps - draft_length - 1
         if start < 2:
-            raise ValueError(f"a context of {self.context} tokens is too short for loops of {self.config.long_steps} steps")
+            raise ExperimentError(f"a context of {self.context} tokens is too short for loops of {self.config.long_steps} steps")
         capacity = -(-(self.context + steps_margin) // 64) * 64
         static = GenerateConfig(
             max_new_tokens=capacity - start - draft_length - 1,
@@ -160,7 +162,7 @@ class Case:
 def run(config: Config) -> Iterator[dict]:
     """One row a batch, context and number of rows (`decode`), or a batch and context (`speculative_step`)."""
     bandwidth = copy_bandwidth(config.copy_mib * 2**20)
-    options = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
+    options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.model, rng=jax.random.key(0), **options)
     cases = [Case(target, config, batch, context, bandwidth) for batch in config.batches for context in config.contexts]
     if "decode" in config.modes:
@@ -168,13 +170,12 @@ def run(config: Config) -> Iterator[dict]:
             for rows in config.rows:
                 yield decode_row(case, rows)
     if "speculative_step" in config.modes:
-        if config.drafter == "prompt_lookup":
-            drafter, draft_model = PromptLookup(), None
-        else:
-            draft_model = load_model(config.drafter, rng=jax.random.key(2), **options)
-            drafter = DraftModel(draft_model.model)
+        draft_model = None if config.drafter == PROMPT_LOOKUP else load_model(config.drafter, rng=jax.random.key(2), **options)
+        drafter = PromptLookup() if draft_model is None else DraftModel(draft_model.model)
         for case in cases:
             yield speculative_row(case, drafter, draft_model)
+    if "executions" in config.modes:
+        yield executions_row(cases[0])
 
 
 def decode_row(case: Case, rows: int) -> dict:
@@ -224,6 +225,28 @@ def speculative_row(case: Case, drafter: Drafter, draft_model: Model | None) -> 
         "ratio": whole.median_ms / floor_ms,
         # With fewer tokens a step than this, speculation is slower than plain decoding.
         "break_even_acceptance_length": whole.median_ms / plain.median_ms,
+    }
+
+
+def executions_row(case: Case) -> dict:
+    """Counts what runs in one call whose limit fills its bucket."""
+    target = case.target
+    static = GenerateConfig(max_new_tokens=16, num_speculative_tokens=case.config.num_speculative_tokens)
+
+    def call():
+        prompt = np.ones((case.batch, 16), np.int32)
+        return speculative_generate(target.model, target.params, PromptLookup(), None, prompt, config=static, ignore_eos=True)
+
+    output = jax.block_until_ready(call())
+    return {
+        "mode": "executions",
+        "model": target.name,
+        "weights": target.weights,
+        "implementation": case.config.implementation,
+        "synthetic": False,
+        "batch": case.batch,
+        "steps": int(output.statistics.num_steps),
+        "executions": count_executions(call),
     }
 
 

@@ -17,8 +17,12 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 DECLARED = ("Command", "Hardware", "Time", "Result")
-# What every row must carry.
+# What every row carries.
 ROW_KEYS = ("implementation", "weights", "synthetic")
+
+
+class ExperimentError(ValueError):
+    """Settings or surroundings that an experiment cannot work with; shown without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,23 @@ class Declaration:
     result: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """An experiment, ready to run.
+
+    Attributes:
+        declaration: What its docstring says.
+        config_type: Its `Config`.
+        run: From a config to rows.
+        show: From a row to what the terminal shows; a module may define its own.
+    """
+
+    declaration: Declaration
+    config_type: type
+    run: Callable[[Any], Iterable[dict]]
+    show: Callable[[dict], str]
+
+
 def path_field(default: str | None = None) -> Any:
     """A `Config` field that holds a path: records keep its last part only, since folders differ from machine to machine."""
     return dataclasses.field(default=default, metadata={"path": True})
@@ -53,17 +74,23 @@ def declarations() -> list[Declaration]:
     return [declaration for declaration in found if declaration is not None]
 
 
-def load(name: str) -> tuple[Declaration, type, Callable[[Any], Iterable[dict]]]:
-    """The declaration, `Config` and `run` of an experiment.
+def load(name: str) -> Experiment:
+    """Imports an experiment.
 
     Raises:
-        ValueError: No such experiment.
+        ExperimentError: There is none of that name.
     """
     by_name = {declaration.name: declaration for declaration in declarations()}
     if name not in by_name:
-        raise ValueError(f"no experiment is named {name!r}; there are {', '.join(by_name)}")
+        raise ExperimentError(f"no experiment is named {name!r}; there are {', '.join(by_name)}")
     module = importlib.import_module(f"experiments.{name}")
-    return by_name[name], module.Config, module.run
+    return Experiment(by_name[name], module.Config, module.run, getattr(module, "show", summary))
+
+
+def summary(row: dict) -> str:
+    """A row on one line: its short values."""
+    short = {key: value for key, value in row.items() if not isinstance(value, list | dict) and value is not None}
+    return "  ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in short.items())
 
 
 def parse_config(config_type: type, assignments: Sequence[str]) -> Any:
@@ -72,22 +99,22 @@ def parse_config(config_type: type, assignments: Sequence[str]) -> Any:
     Tuples are comma-separated, `none` is `None`, bools are `true` and `false`.
 
     Raises:
-        ValueError: A word without `=`, an unknown or repeated key, or a value of another type; names what was expected and what came.
+        ExperimentError: A word without `=`, an unknown or repeated key, or a value of another type; names what was expected and what came.
     """
     hints = typing.get_type_hints(config_type)
     values: dict[str, Any] = {}
     for word in assignments:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ValueError(f"expected key=value, got {word!r}; known keys: {_known_keys(config_type)}")
+            raise ExperimentError(f"expected key=value, got {word!r}; known keys: {_known_keys(config_type)}")
         if key not in hints:
-            raise ValueError(f"unknown key {key!r}; known keys: {_known_keys(config_type)}")
+            raise ExperimentError(f"unknown key {key!r}; known keys: {_known_keys(config_type)}")
         if key in values:
-            raise ValueError(f"key {key!r} is given twice")
+            raise ExperimentError(f"key {key!r} is given twice")
         try:
             values[key] = _parse(hints[key], text)
         except ValueError:
-            raise ValueError(f"{key} must be {_type_name(hints[key])}, got {text!r}") from None
+            raise ExperimentError(f"{key} must be {_type_name(hints[key])}, got {text!r}") from None
     return config_type(**values)
 
 

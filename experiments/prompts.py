@@ -6,16 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.experiment import ExperimentError
+
 
 def load_prompts(data_dir: str | Path, name: str, number: int | None = None) -> list[str]:
     """The first turns of a set, or `number` of them spread evenly over it (`[::len // number][:number]`).
 
     Raises:
-        ValueError: No such file, or a line without turns.
+        ExperimentError: No such file, or a line without turns.
     """
     path = Path(data_dir).expanduser() / f"{name}.jsonl"
     if not path.is_file():
-        raise ValueError(f"there is no prompt set {name}.jsonl in data_dir {Path(data_dir)}")
+        raise ExperimentError(f"there is no prompt set {name}.jsonl in data_dir {Path(data_dir)}")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if number is not None and number < len(lines):
         lines = lines[:: len(lines) // number][:number]
@@ -23,7 +25,7 @@ def load_prompts(data_dir: str | Path, name: str, number: int | None = None) -> 
     for line in lines:
         turns = json.loads(line).get("turns")
         if not turns:
-            raise ValueError(f"{path.name}: a line has no turns: {line[:80]}")
+            raise ExperimentError(f"{path.name}: a line has no turns: {line[:80]}")
         prompts.append(turns[0])
     return prompts
 
@@ -32,12 +34,12 @@ def encode(tokenizer: Any, prompts: list[str], *, chat_template: bool) -> list[l
     """Token ids of user messages, the assistant's header behind them; without a template, of the bare text.
 
     Raises:
-        ValueError: A template is asked for and the tokenizer has none.
+        ExperimentError: A template is asked for and the tokenizer has none.
     """
     if not chat_template:
         return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: pass chat_template=false for bare text")
+        raise ExperimentError("the tokenizer has no chat template: pass chat_template=false for bare text")
     texts = (
         tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
         for prompt in prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from experiments.experiment import changed, declarations, load, parse_config, portable
+from experiments.experiment import ExperimentError, changed, declarations, load, parse_config, portable
 from experiments.record import REPOSITORY, Record, collect, git_sha
 
 RESULTS = REPOSITORY / "experiments" / "results"
@@ -31,8 +32,8 @@ def main(
         show_list()
         return
     try:
-        declaration, config_type, run = load(name)
-        config = parse_config(config_type, settings or [])
+        experiment = load(name)
+        config = parse_config(experiment.config_type, settings or [])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     commit = sha or git_sha()
@@ -41,14 +42,18 @@ def main(
     options = ["--record"] * record + [f"--save-as {save_as}"] * (save_as is not None)
     description = Record(
         experiment=name,
-        question=declaration.question,
+        question=experiment.declaration.question,
         command=" ".join(["python -m experiments.run", name, *changed(config), *options]),
         git_sha=commit or "unknown",
         config=portable(config),
     )
     path = (RESULTS if record else out) / f"{save_as or name}.json"
-    for row in collect(description, run(config), path):
-        print(summary(row), flush=True)
+    try:
+        for row in collect(description, experiment.run(config), path):
+            print(experiment.show(row), flush=True)
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     print(f"wrote {path}")
 
 
@@ -58,12 +63,6 @@ def show_list() -> None:
     for declaration in declarations():
         table.add_row(declaration.name, declaration.question, declaration.hardware, declaration.time)
     Console().print(table)
-
-
-def summary(row: dict) -> str:
-    """A row on one line: its short values."""
-    short = {key: value for key, value in row.items() if not isinstance(value, list | dict) and value is not None}
-    return "  ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in short.items())
 
 
 if __name__ == "__main__":

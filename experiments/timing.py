@@ -1,11 +1,15 @@
-"""Timing of what runs in a loop on the device: the marginal cost of a step, and the bandwidth of a copy."""
+"""Timing of what runs in a loop on the device: the marginal cost of a step, the bandwidth of a copy, the executables of a call."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -102,6 +106,29 @@ def copy_bandwidth(num_bytes: int, *, repeats: int = 5) -> float | None:
     array = jnp.arange(num_bytes // 4, dtype=jnp.int32)
     timing = time_loop(lambda _, x: x ^ 1, None, jax.block_until_ready(array), short=4, long=20, repeats=repeats)
     return 2 * array.nbytes / (timing.median_ms / 1e3) if timing.median_ms > 0 else None
+
+
+# What the runtime's own trace calls the start of an executable (helpers below it bear other names, once an execution each).
+_EXECUTION = re.compile(r"LoadedExecutable::Execute")
+
+
+def count_executions(call: Callable[[], Any]) -> int:
+    """How many executables one call runs, read from a profiler trace of it. Call it once before, so that nothing compiles.
+
+    Raises:
+        RuntimeError: The trace holds no execution under a name that is known here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        counts: collections.Counter[str] = collections.Counter()
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines:
+                    counts.update(event.name for event in line.events if _EXECUTION.search(event.name))
+    if not counts:
+        raise RuntimeError("the profiler's trace names no execution of an executable")
+    return max(counts.values())
 
 
 def _temp_bytes(compiled: Any) -> int | None:
