@@ -107,9 +107,24 @@ def write_layer(
 
 def _write_rows(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)  # [B,K,T,H]
-    batch_size = cache.shape[0]
-    if batch_size <= _MAX_UNROLLED_ROWS:
-        for row in range(batch_size):
-            cache = lax.dynamic_update_slice(cache, new[row : row + 1], (row, 0, start[row], 0))
-        return cache
-    return jax.vmap(lambda c, n, s: lax.dynamic_update_slice(c, n, (0, s, 0)))(cache, new, start)
+    return lax.platform_dependent(cache, new, start, cpu=_write_in_loop, default=_write_unrolled)
+
+
+def _write_unrolled(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    if cache.shape[0] > _MAX_UNROLLED_ROWS:
+        return jax.vmap(lambda c, n, s: lax.dynamic_update_slice(c, n, (0, s, 0)))(cache, new, start)
+    for row in range(cache.shape[0]):
+        cache = lax.dynamic_update_slice(cache, new[row : row + 1], (row, 0, start[row], 0))
+    return cache
+
+
+def _write_in_loop(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """A loop over the rows. XLA's CPU compiler fuses a bare update of a batch of one twice (into the carry and into the attention that reads
+    it) and then copies the cache to keep the two apart; it does not look into a loop whose length it cannot see."""
+    num_rows = jnp.where(start[0] >= 0, cache.shape[0], 0)
+
+    def write(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        row, cache = carry
+        return row + 1, lax.dynamic_update_slice(cache, lax.dynamic_slice_in_dim(new, row, 1), (row, 0, start[row], 0))
+
+    return lax.while_loop(lambda carry: carry[0] < num_rows, write, (jnp.int32(0), cache))[1]
