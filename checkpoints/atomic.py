@@ -44,7 +44,7 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
     Raises:
         FileExistsError: The destination exists and `force` is false.
         PermissionError: Its parent cannot be written.
-        RuntimeError: Another process is writing the same destination.
+        BlockingIOError: Another process is writing the same destination.
     """
     destination = Path(destination).absolute()
     check_destination(destination, force=force)
@@ -79,7 +79,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RuntimeError(f"another process is writing {folder.name} in {folder.parent}") from error
+            raise BlockingIOError(f"another process is writing {folder.name} in {folder.parent}") from error
         yield
     finally:
         os.close(descriptor)

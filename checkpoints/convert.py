@@ -5,15 +5,46 @@ Whatever can be wrong with the source or the destination is found before anythin
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import math
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
+import jax
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from specjax.checkpoints import hugging_face, store
+from specjax.checkpoints import gguf_file, hugging_face
 from specjax.checkpoints.atomic import atomic_folder, check_destination
-from specjax.checkpoints.weights import STORED_DTYPES, WeightSource, check_source, read_params
+from specjax.checkpoints.logit_check import check_logits, reason_to_skip
+from specjax.checkpoints.store import TOKENIZER_FOLDER, write_checkpoint
+from specjax.checkpoints.weights import STORED_DTYPES, WeightSource, check_source, read_params, source_tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What `convert` did.
+
+    Attributes:
+        destination: The checkpoint.
+        num_parameters: How many numbers it holds.
+        quantisation: How the source's weights were stored; `"none"` if they were not quantised.
+        has_tokenizer: Whether the source had one.
+        max_logit_difference: Largest difference to transformers' logits; `None` if the check did not run.
+        check_skipped: Why it did not; empty if it did.
+    """
+
+    destination: Path
+    num_parameters: int
+    quantisation: str
+    has_tokenizer: bool
+    max_logit_difference: float | None
+    check_skipped: str
 
 
 def convert(
@@ -23,26 +54,120 @@ def convert(
     dtype: str = "bfloat16",
     force: bool = False,
     tie_embeddings: bool | None = None,
+    check: bool | None = None,
     progress: bool = True,
-) -> None:
-    """Converts a model."""
+) -> Conversion:
+    """Converts a model.
+
+    Args:
+        source: A Hugging Face folder or hub id, or a `.gguf` file.
+        destination: The checkpoint folder to create.
+        dtype: `"bfloat16"` or `"float32"`, for every parameter.
+        force: Replace a destination that exists.
+        tie_embeddings: Whether the embedding is the LM head too; `None` goes by the source.
+        check: Compare logits with transformers before the checkpoint takes its place; `None` does so where PyTorch is installed and the
+            model is small enough.
+        progress: Show a progress bar on stderr.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: An unsupported, damaged or incomplete source, or a failed check.
+        OSError: The destination exists, or cannot be written.
+
+    Example:
+        >>> convert("Qwen/Qwen2.5-0.5B-Instruct", "checkpoints/draft")
+    """
     if dtype not in STORED_DTYPES:
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")
+    destination = Path(destination)
     check_destination(destination, force=force)
-    found = hugging_face.open_source(source, tie_embeddings=tie_embeddings)
+    reader = gguf_file if str(source).endswith(".gguf") else hugging_face
+    found = reader.open_source(source, tie_embeddings=tie_embeddings)
     check_source(found)
+    num_parameters = sum(math.prod(shape) for shape in source_tensors(found.config).values())
+    skipped = {None: reason_to_skip(found, num_parameters), True: "", False: "not asked for"}[check]
+    params, metadata = _read(found, dtype, progress=progress)
+    with atomic_folder(destination, force=force) as folder:
+        has_tokenizer = found.write_tokenizer(folder / TOKENIZER_FOLDER)
+        write_checkpoint(folder, found.config, params, metadata)
+        del params
+        difference = None if skipped else check_logits(folder, found, dtype)
+    return Conversion(
+        destination=destination,
+        num_parameters=num_parameters,
+        quantisation=found.quantisation,
+        has_tokenizer=has_tokenizer,
+        max_logit_difference=difference,
+        check_skipped=skipped,
+    )
+
+
+def _read(source: WeightSource, dtype: str, *, progress: bool) -> tuple[dict, dict[str, Any]]:
+    """The parameters, and what to remember about where they came from."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task(f"Reading {found.name}", total=sum(found.num_bytes.values()))
-        params = read_params(found, dtype, lambda count: bar.update(task, advance=count))
-    with atomic_folder(destination, force=force) as folder:
-        found.write_tokenizer(folder / "tokenizer")
-        store.write_checkpoint(folder, found.config, params, _metadata(found))
+        reading = bar.add_task(f"Reading {source.name}", total=sum(source.num_bytes.values()))
+        params = read_params(source, dtype, lambda count: bar.update(reading, advance=count))
+        hashing = bar.add_task("Hashing", total=sum(path.stat().st_size for path in source.files))
+        digests = {}
+        for path in source.files:
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            bar.update(hashing, advance=path.stat().st_size)
+    metadata = {"source": source.name, "source_format": source.format, "quantisation": source.quantisation, "source_sha256": digests}
+    return params, metadata
 
 
-def _metadata(source: WeightSource) -> dict[str, object]:
-    digests = {}
-    for path in source.files:
-        with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"source": source.name, "source_format": source.format, "quantisation": source.quantisation, "source_sha256": digests}
+def convert_command(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id, or a .gguf file.")],
+    destination: Annotated[Path, typer.Argument(help="The checkpoint folder to create.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    force: Annotated[bool, typer.Option("--force", help="Replace a destination that exists.")] = False,
+    tie_embeddings: Annotated[
+        bool | None,
+        typer.Option("--tie-embeddings/--no-tie-embeddings", help="Whether the embedding is the LM head too. Default: as the source says."),
+    ] = None,
+    check: Annotated[
+        bool | None,
+        typer.Option(
+            "--check/--no-check", help="Compare logits with transformers. Default: where PyTorch is installed, up to 1e9 parameters."
+        ),
+    ] = None,
+) -> None:
+    """Converts a Hugging Face model or a GGUF file to a specjax checkpoint."""
+    # Conversion is the host's work: it must not take an accelerator's memory.
+    jax.config.update("jax_platforms", "cpu")
+    with one_line_errors():
+        done = convert(source, destination, dtype=dtype, force=force, tie_embeddings=tie_embeddings, check=check)
+    typer.echo(f"{done.destination}: {done.num_parameters:,} parameters in {dtype}, source quantisation: {done.quantisation}")
+    if not done.has_tokenizer:
+        typer.echo("The source has no tokenizer: token ids only.")
+    if done.max_logit_difference is None:
+        typer.echo(f"Logits not compared with transformers: {done.check_skipped}.")
+    else:
+        typer.echo(f"Logits agree with transformers: largest difference {done.max_logit_difference:.2g}.")
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """For commands: an error that the user can act on is one line on stderr and exit status 1; a warning is one line."""
+
+    def show(message: Warning | str, category: type[Warning], *args: Any) -> None:
+        typer.echo(f"warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(convert_command)
+
+if __name__ == "__main__":
+    app()

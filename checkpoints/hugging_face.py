@@ -212,8 +212,7 @@ def _locate(source: str) -> Path:
         return Path(source)
     complaint = f"{source!r} is neither a folder nor the id of a model that the Hugging Face hub serves"
     try:
-        huggingface_hub.utils.validate_repo_id(source)
-        patterns = ["*.safetensors", _INDEX, *TOKENIZER_FILES]
+        patterns = ["model*.safetensors", _INDEX, *TOKENIZER_FILES]
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ValueError(f"{complaint} ({_first_line(error)})") from error

@@ -29,7 +29,7 @@ from specjax.models.transformer import Transformer
 FORMAT_VERSION = 1
 _MANIFEST = "specjax.json"
 _PARAMS = "params"
-_TOKENIZER = "tokenizer"
+TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def save_checkpoint(
     """
     with atomic_folder(path, force=force) as folder:
         if tokenizer_dir is not None:
-            shutil.copytree(tokenizer_dir, folder / _TOKENIZER)
+            shutil.copytree(tokenizer_dir, folder / TOKENIZER_FOLDER)
         write_checkpoint(folder, config, params, metadata or {})
 
 
@@ -145,7 +145,7 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
     )
     with ocp.StandardCheckpointer() as checkpointer:
         params = checkpointer.restore(path / _PARAMS, abstract)
-    tokenizer = path / _TOKENIZER
+    tokenizer = path / TOKENIZER_FOLDER
     return Checkpoint(
         model=Transformer(config, dtype=stored, param_dtype=stored),
         params=params,
