@@ -85,11 +85,12 @@ class Decoder:
         tokens, seconds, statistics = [], 0.0, None
         for index in range(0, len(prompts), self._batch):
             rows = prompts[index : index + self._batch]
-            times = []
+            output, times = None, []
             for _ in range(repeats):
                 begin = time.perf_counter()
                 output = self._call(rows, limit=self._config.max_new_tokens, index=index)
                 times.append(time.perf_counter() - begin)
+            assert output is not None, f"{repeats=} must be at least 1"
             seconds += float(np.median(times))
             delivered, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
             tokens += [delivered[row, : lengths[row]].tolist() for row in range(len(rows))]
@@ -103,7 +104,7 @@ class Decoder:
         for row, prompt in enumerate(rows):
             padded[row, : len(prompt)] = prompt
             lengths[row], limits[row] = len(prompt), limit  # rows beyond the last prompt have a limit of 0: finished from the start
-        sampling = SamplingParams(temperature=np.float32(self._temperature)) if self._config.do_sample else None
+        sampling = SamplingParams(temperature=float(self._temperature)) if self._config.do_sample else None
         rng = jax.random.fold_in(self._rng, index) if self._config.do_sample else None
         output = speculative_generate(
             self._target.model,

@@ -72,7 +72,9 @@ def test_greedy_speculative_equals_plain_for_every_flip_position_at_batch_size_o
 
 def test_greedy_speculative_equals_plain_when_every_step_accepts_another_number(full_grid: bool) -> None:
     for num_speculative_tokens in range(1, 9) if full_grid else (4,):
-        output = assert_equals_plain(ReplayDrafter(random_flips=True), recorded(greedy_text(PROMPTS), LENGTHS), PROMPTS, num_speculative_tokens)
+        output = assert_equals_plain(
+            ReplayDrafter(random_flips=True), recorded(greedy_text(PROMPTS), LENGTHS), PROMPTS, num_speculative_tokens
+        )
         assert (output.statistics.acceptance_histogram > 0).all()
 
 
