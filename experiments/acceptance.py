@@ -222,6 +222,36 @@ def show(row: dict) -> str:
     return text + ("  SYNTHETIC" if row["synthetic"] else "")
 
 
+def columns(row: dict) -> dict:
+    """What the report shows of a row."""
+    gap = row["divergence_max_logit_gap"]
+    return {
+        "set": row["dataset"] + (" (SYNTHETIC)" if row["synthetic"] else ""),
+        "prompts": row["prompts"],
+        "acceptance rate": row["acceptance_rate"],
+        "llama.cpp's": row["reference_acceptance_rate"],
+        "mean acceptance length": row["mean_acceptance_length"],
+        "tokens/s": row["tokens_per_s"],
+        "tokens/s without": row["tokens_per_s_autoregressive"],
+        "speed-up": f"{row['speedup']:.2f} ×",
+        "equal to plain": row["greedy_equal_to_plain"],
+        "equal to padded plain": row["greedy_equal_to_padded_plain"],
+        "largest logit gap where they part": gap,
+    }
+
+
+def plot(rows: list[dict], axes: Any) -> None:
+    """Acceptance rate by set, beside the reference."""
+    names = [row["dataset"] for row in rows]
+    axes.bar([x - 0.2 for x in range(len(rows))], [row["acceptance_rate"] for row in rows], 0.4, label="specjax")
+    known = [(x + 0.2, row["reference_acceptance_rate"]) for x, row in enumerate(rows) if row["reference_acceptance_rate"] is not None]
+    if known:
+        axes.bar([x for x, _ in known], [rate for _, rate in known], 0.4, label="llama.cpp")
+    axes.set_xticks(range(len(rows)), names)
+    axes.set_ylabel("accepted / drafted")
+    axes.legend()
+
+
 def end_of_text(model: Model) -> tuple[int, ...]:
     """The ids that end a text: those that the checkpoint names, and the tokenizer's own."""
     assert model.checkpoint is not None

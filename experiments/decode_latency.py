@@ -178,6 +178,32 @@ def run(config: Config) -> Iterator[dict]:
         yield executions_row(cases[0])
 
 
+def columns(row: dict) -> dict:
+    """What the report shows of a row."""
+    shape = {"model": row["model"], "batch": row["batch"]}
+    if row["mode"] == "executions":
+        return shape | {"steps in one call": row["steps"], "executables run": row["executions"]}
+    spread = f"{row['ms_per_step_min']:.3g} to {row['ms_per_step_max']:.3g}"
+    times = {"ms a step": row["ms_per_step"], "spread": spread, "floor, ms": row["floor_ms"], "ratio": f"{row['ratio']:.2f}"}
+    if row["mode"] == "decode":
+        return shape | {"context": row["context"], "rows": row["rows"]} | times
+    parts = {"proposing": row["propose_ms_per_step"], "verification": row["verification_ms_per_step"], "rest": row["rest_ms"]}
+    pair = {"drafter": row["drafter"], "G": row["num_speculative_tokens"], "context": row["context"]}
+    return shape | pair | times | parts | {"break-even mean acceptance length": row["break_even_acceptance_length"]}
+
+
+def plot(rows: list[dict], axes: Any) -> None:
+    """Plain and verification steps beside their floor."""
+    rows = [row for row in rows if row["mode"] == "decode"]
+    places = range(len(rows))
+    spread = [[row["ms_per_step"] - row["ms_per_step_min"] for row in rows], [row["ms_per_step_max"] - row["ms_per_step"] for row in rows]]
+    axes.bar(places, [row["ms_per_step"] for row in rows], 0.6, yerr=spread, label="measured")
+    axes.bar(places, [row["floor_ms"] for row in rows], 0.6, label="floor: bytes read / bandwidth", color="black", alpha=0.4)
+    axes.set_xticks(places, [f"batch {row['batch']}\n{row['context']} tokens\n{row['rows']} rows" for row in rows], fontsize=7)
+    axes.set_ylabel("ms a step")
+    axes.legend()
+
+
 def decode_row(case: Case, rows: int) -> dict:
     """Times steps of `rows` positions that emit one token."""
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, num_speculative_tokens=max(rows - 1, 1)))

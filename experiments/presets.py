@@ -95,12 +95,12 @@ def smollm2_135m() -> ModelConfig:
 
 
 def tiny() -> ModelConfig:
-    """Two narrow layers, for trying things out on a CPU."""
+    """One narrow layer, for trying things out on a CPU."""
     return ModelConfig(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=2,
+        num_layers=1,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,

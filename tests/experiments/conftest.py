@@ -7,18 +7,18 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from experiments.presets import random_params
 from specjax import ModelConfig, Transformer
 from specjax.checkpoints.store import save_checkpoint
 
 TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 
 
-def write_checkpoint(path: Path, *, num_layers: int = 2, seed: int = 0) -> Path:
+def write_checkpoint(path: Path, *, seed: int = 0) -> Path:
     """A random Llama of a few thousand parameters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
@@ -31,13 +31,15 @@ def write_checkpoint(path: Path, *, num_layers: int = 2, seed: int = 0) -> Path:
         vocab_size=len(fast),
         hidden_size=16,
         intermediate_size=24,
-        num_layers=num_layers,
+        num_layers=1,
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
         max_position_embeddings=512,
     )
-    params = random_params(Transformer(config, param_dtype=jnp.float32), jax.random.key(seed))
+    shapes = jax.eval_shape(Transformer(config, param_dtype=jnp.float32).init_params, jax.random.key(0))
+    generator = np.random.default_rng(seed)
+    params = jax.tree.map(lambda leaf: generator.normal(0.1, 0.3, leaf.shape).astype(np.float32), shapes)
     save_checkpoint(path, config, params, {"source": path.name, "quantisation": "none"}, path.parent / f"{path.name}-tokenizer")
     return path
 
@@ -49,7 +51,7 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def drafter_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-drafter", num_layers=1, seed=1)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-drafter", seed=1)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def test_synthetic_acceptance_is_marked_and_compares_no_text(target_path, data_d
     assert "text" not in row
 
 
+@pytest.mark.slow
 def test_sampled_runs_compare_no_text(target_path, data_dir):
     row = rows_of(target_path, data_dir, "temperature=1.0")[0]
     assert row["greedy_equal_to_plain"] is None

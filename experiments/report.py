@@ -1,0 +1,134 @@
+"""Rewrites the README's tables from experiments/results/*.json: `python -m experiments.report`; `--check` only says whether they agree.
+
+A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->` and is made from `results/NAME.json`. An experiment's module may
+say which columns to show (`columns(row)`) and how to draw its rows (`plot(rows, axes)`, to `results/NAME.svg`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from experiments.experiment import ExperimentError
+from experiments.record import REPOSITORY
+from experiments.run import RESULTS
+
+README = REPOSITORY / "README.md"
+_BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results:(?P=name) -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- /?results:[\w.-]+ -->")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if the README and the JSON disagree.")] = False,
+    plots: Annotated[bool, typer.Option(help="Draw the figures too.")] = True,
+) -> None:
+    """Brings the README's tables and the figures in line with the recorded results."""
+    text = README.read_text(encoding="utf-8") if README.exists() else ""
+    try:
+        wanted = rewritten(text, RESULTS)
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if check:
+        if wanted != text:
+            print("README.md and experiments/results disagree: run python -m experiments.report", file=sys.stderr)
+            raise typer.Exit(1)
+        return
+    if wanted != text:
+        README.write_text(wanted, encoding="utf-8")
+        print(f"rewrote {README.name}")
+    if plots:
+        for path in sorted(RESULTS.glob("*.json")):
+            figure(path)
+
+
+def rewritten(text: str, results: Path) -> str:
+    """The README's text with every table made anew.
+
+    Raises:
+        ExperimentError: Markers that do not pair, or that name a result which is not there.
+    """
+
+    def replace(match: re.Match) -> str:
+        path = results / f"{match['name']}.json"
+        if not path.is_file():
+            raise ExperimentError(f"README.md shows results:{match['name']}, but experiments/results/{path.name} does not exist")
+        return match[1] + markdown(json.loads(path.read_text(encoding="utf-8")), path.name) + match[3]
+
+    unpaired = _MARKER.findall(_BLOCK.sub("", text))
+    if unpaired:
+        raise ExperimentError(f"README.md has a marker without its other half: {unpaired[0]}")
+    return _BLOCK.sub(replace, text)
+
+
+def markdown(result: dict, file_name: str) -> str:
+    """A result's tables (one for each set of columns) and where they come from."""
+    shown = [_columns(result["experiment"], row) for row in result["rows"]]
+    tables = [_table(list(rows)) for _, rows in itertools.groupby(shown, key=lambda row: tuple(row))]
+    device, versions = result["device"], result["versions"]
+    count = f"{device['count']} × " if device["count"] > 1 else ""
+    source = f"[`experiments/results/{file_name}`](experiments/results/{file_name})"
+    weights = ", ".join(dict.fromkeys(row["weights"] for row in result["rows"]))
+    where = f"{count}{device['kind']}, JAX {versions['jax']}, weights {weights}, commit {result['git_sha'][:8]}"
+    origin = f"From {source}: {where}; `{result['command']}`."
+    return "\n".join([*tables, origin, ""])
+
+
+def figure(path: Path) -> Path | None:
+    """Draws a result beside its JSON, the same bytes for the same rows; `None` where its experiment draws nothing."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    plot = getattr(_module(result["experiment"]), "plot", None)
+    if plot is None:
+        return None
+    # Imported here: only drawing needs it.
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    with mpl.rc_context({"svg.hashsalt": "specjax", "svg.fonttype": "none"}):
+        canvas, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+        plot(result["rows"], axes)
+        axes.set_title(result["question"], fontsize=9)
+        target = path.with_suffix(".svg")
+        canvas.savefig(target, metadata={"Date": None, "Creator": None})
+        plt.close(canvas)
+    return target
+
+
+def _module(experiment: str) -> Any:
+    return importlib.import_module(f"experiments.{experiment}")
+
+
+def _columns(experiment: str, row: dict) -> dict[str, Any]:
+    columns = getattr(_module(experiment), "columns", None)
+    if columns is not None:
+        return columns(row)
+    return {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    app()

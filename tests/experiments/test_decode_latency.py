@@ -1,0 +1,78 @@
+"""Timing on a tiny shape: that it runs, and that its rows say what they must. The numbers themselves mean nothing here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import decode_latency
+from experiments.experiment import ExperimentError, parse_config
+from experiments.presets import PRESETS, kv_bytes, tiny, weight_bytes_per_pass
+from experiments.timing import count_executions, time_loop
+from specjax import Transformer
+
+SMALL = ("model=tiny", "drafter=prompt_lookup", "rows=3", "num_speculative_tokens=2", "dtype=float32", "copy_mib=1")
+SMALL += ("short_steps=1", "long_steps=3", "repeats=3")
+
+
+def test_every_mode_yields_rows_with_their_floor_and_raw_times():
+    config = parse_config(decode_latency.Config, [*SMALL, "contexts=64", "modes=decode,speculative_step,executions"])
+    rows = list(decode_latency.run(config))
+    assert [row["mode"] for row in rows] == ["decode", "speculative_step", "executions"]
+    assert rows[0]["rows"] == 3
+    for row in rows[:2]:
+        assert row["weights"] == "random"
+        assert row["cache_capacity"] >= row["context"] == 64
+        assert len(row["raw_long_ms"]) == len(row["raw_short_ms"]) == 3
+        assert row["ms_per_step_min"] <= row["ms_per_step"] <= row["ms_per_step_max"]
+        assert row["floor_ms"] > 0
+    step = rows[1]
+    parts = step["propose_ms_per_step"] + step["verification_ms_per_step"] + step["rest_ms"]
+    assert parts == pytest.approx(step["ms_per_step"])
+    # One call of speculative_generate, several steps, one executable.
+    assert rows[2]["steps"] > 1
+    assert rows[2]["executions"] == 1
+
+
+def test_a_call_of_two_executables_is_counted_as_two():
+    double, x = jax.jit(lambda x: x * 2), np.ones((4,), np.float32)
+
+    def call():
+        return double(double(x))
+
+    call()
+    assert count_executions(call) == 2
+
+
+def test_the_floor_counts_an_untied_embedding_nowhere_and_a_tied_one_once():
+    shape = tiny()
+    params = jax.eval_shape(Transformer(shape, param_dtype=jnp.bfloat16).init_params, jax.random.key(0))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert weight_bytes_per_pass(params, shape) == 2 * (numbers - shape.vocab_size * shape.hidden_size)
+    assert kv_bytes(shape, batch=3, context=10, itemsize=2) == 2 * (2 * 8) * 3 * 10 * 2
+
+
+def test_the_8b_shape_reads_15_gb_a_step():
+    model = Transformer(PRESETS["llama31_8b"](), param_dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(model.init_params, jax.random.key(0))
+    assert weight_bytes_per_pass(shapes, model.config) == pytest.approx(15.0e9, rel=0.01)
+
+
+def test_a_context_shorter_than_the_loop_is_refused():
+    config = parse_config(decode_latency.Config, [*SMALL, "contexts=4"])
+    with pytest.raises(ExperimentError, match="4 tokens is too short"):
+        list(decode_latency.run(config))
+
+
+def test_unknown_modes_and_models_are_named():
+    with pytest.raises(ExperimentError, match="got nothing_like_it"):
+        parse_config(decode_latency.Config, ["modes=nothing_like_it"])
+    with pytest.raises(ExperimentError, match="neither a preset"):
+        list(decode_latency.run(parse_config(decode_latency.Config, ["model=no_such_model", "copy_mib=1"])))
+
+
+def test_loops_that_measure_nothing_are_refused():
+    with pytest.raises(ValueError, match="short=3, long=3"):
+        time_loop(lambda _, x: x, None, jnp.zeros(()), short=3, long=3, repeats=1)

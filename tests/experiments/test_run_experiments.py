@@ -1,0 +1,185 @@
+"""The runner: listing, `key=value` settings, and JSON that is never half written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from experiments.experiment import ExperimentError, changed, declarations, parse_config, path_field, portable
+from experiments.record import REPOSITORY, Record, collect, git_sha, write_json
+from experiments.run import RESULTS, app
+
+TOP_KEYS = {"experiment", "question", "command", "git_sha", "versions", "device", "config", "rows"}
+VERSIONS = {"python", "jax", "jaxlib", "flax", "numpy", "specjax", "XLA_FLAGS"}
+DEVICE = {"kind", "count", "platform", "memory_bytes"}
+RECORD = Record(experiment="name", question="?", command="python", git_sha="abc", config={})
+ROW = {"implementation": "reference", "weights": "random", "synthetic": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    count: int = 1
+    rate: float = 0.5
+    flag: bool = False
+    name: str = "a"
+    sizes: tuple[int, ...] = (1, 2)
+    words: tuple[str, ...] = ()
+    limit: int | None = None
+    folder: str | None = path_field()
+
+
+def test_settings_are_parsed_by_their_type():
+    words = ["count=3", "rate=1e-2", "flag=true", "name=b=c", "sizes=4,5", "words=x", "limit=7", "folder=/some/where/model"]
+    config = parse_config(Example, words)
+    assert config == Example(count=3, rate=0.01, flag=True, name="b=c", sizes=(4, 5), words=("x",), limit=7, folder="/some/where/model")
+    assert parse_config(Example, ["sizes=", "limit=none"]) == Example(sizes=())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("cuont=1", r"unknown key 'cuont'; known keys: count \(int\), rate \(float\), flag \(true or false\)"),
+        ("count=x", "count must be int, got 'x'"),
+        ("count=1.5", "count must be int, got '1.5'"),
+        ("flag=1", "flag must be true or false, got '1'"),
+        ("sizes=1,b", "sizes must be a comma-separated list of int, got '1,b'"),
+        ("limit=many", "limit must be int or none, got 'many'"),
+        ("count", "expected key=value, got 'count'"),
+    ],
+)
+def test_bad_settings_name_what_was_expected_and_what_came(word, message):
+    with pytest.raises(ExperimentError, match=message):
+        parse_config(Example, [word])
+
+
+def test_a_key_given_twice_is_refused():
+    with pytest.raises(ExperimentError, match="'count' is given twice"):
+        parse_config(Example, ["count=1", "count=2"])
+
+
+def test_records_hold_no_folders_of_this_machine():
+    config = Example(folder="/some/where/model", sizes=(3,))
+    assert portable(config)["folder"] == "model"
+    assert changed(config) == ["sizes=3", "folder=model"]
+
+
+def test_every_experiment_declares_itself_and_the_list_shows_it():
+    found = declarations()
+    assert {declaration.name for declaration in found} >= {"acceptance", "decode_latency", "quickstart"}
+    shown = CliRunner().invoke(app, [])
+    assert shown.exit_code == 0
+    for declaration in found:
+        assert declaration.name in shown.output
+        assert declaration.command.startswith(f"python -m experiments.run {declaration.name}")
+        assert declaration.question.endswith("?")
+
+
+def test_a_run_writes_the_whole_json(tmp_path):
+    words = ["decode_latency", "model=tiny", "contexts=64", "rows=1", "copy_mib=1", "short_steps=1", "long_steps=2", "repeats=1"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path), "--git-sha", "abc123", "--save-as", "other"])
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
+    result = json.loads((tmp_path / "other.json").read_text())
+    check_schema(result)
+    assert result["git_sha"] == "abc123"
+    assert result["command"] == " ".join(["python -m experiments.run", *words, "--save-as other"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "no experiment is named"),
+        (["decode_latency", "modle=tiny"], "modle"),
+        (["quickstart", "model=/no/such/file"], "neither"),
+    ],
+)
+def test_wrong_calls_end_with_a_message_and_a_code(words, message, tmp_path):
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
+    assert done.exit_code != 0
+    assert message in done.output
+    assert "Traceback" not in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_run_keeps_the_old_result_and_its_own_rows(tmp_path):
+    path = tmp_path / "name.json"
+    write_json(path, "old")
+
+    def rows():
+        yield ROW | {"number": np.float32(1)}
+        raise RuntimeError("the device went away")
+
+    with pytest.raises(RuntimeError):
+        list(collect(RECORD, rows(), path))
+    assert json.loads(path.read_text()) == "old"
+    assert json.loads((tmp_path / "name.json.partial").read_text())["rows"] == [ROW | {"number": 1.0}]
+
+
+def test_rows_must_say_what_they_were_measured_with(tmp_path):
+    with pytest.raises(ValueError, match="a row lacks weights"):
+        list(collect(RECORD, [{"implementation": "reference", "synthetic": False}], tmp_path / "name.json"))
+
+
+def test_not_a_number_is_never_written(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "name.json", {"x": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commit_is_marked_where_the_tree_has_changes(tmp_path):
+    def git(*arguments):
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *arguments], check=True, capture_output=True)
+
+    assert git_sha(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    clean = git_sha(tmp_path)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "experiments" / "results").mkdir(parents=True)
+    (tmp_path / "experiments" / "results" / "a.json").write_text("1")
+    assert git_sha(tmp_path) == clean
+    (tmp_path / "file").write_text("2")
+    assert git_sha(tmp_path) == f"{clean}-dirty"
+
+
+def test_a_recorded_result_needs_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.run.git_sha", lambda: None)
+    done = CliRunner().invoke(app, ["decode_latency", "model=tiny", "--record"])
+    assert done.exit_code != 0
+    assert "--git-sha" in done.output
+
+
+def test_the_runner_starts_as_a_module_from_the_checkout():
+    done = subprocess.run([sys.executable, "-m", "experiments.run", "--help"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--record" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_are_complete_and_hold_no_machine_paths(path):
+    text = path.read_text(encoding="utf-8")
+    result = json.loads(text)
+    check_schema(result)
+    assert result["git_sha"] != "unknown"
+    assert not any(marker in text for marker in ("/home/", "/root/", "/tmp/", "/work/", "/Users/"))
+
+
+def check_schema(result):
+    assert set(result) == TOP_KEYS
+    assert set(result["versions"]) == VERSIONS
+    assert set(result["device"]) == DEVICE
+    assert result["experiment"] in {declaration.name for declaration in declarations()}
+    assert result["rows"]
+    for row in result["rows"]:
+        assert isinstance(row["implementation"], str)
+        assert isinstance(row["weights"], str)
+        assert isinstance(row["synthetic"], bool)
