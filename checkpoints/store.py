@@ -132,35 +132,43 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         >>> generate(checkpoint.model, checkpoint.params, prompt_tokens, config=GenerateConfig(max_new_tokens=32))
     """
     path = Path(path).absolute()
+    model = read_model(path, dtype=dtype)
     manifest = _read_manifest(path)
-    config = config_from_dict(manifest["model_config"])
-    stored = np.dtype(STORED_DTYPES[manifest["dtype"]] if dtype is None else dtype)
-    if stored not in STORED_DTYPES.values():
-        raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {stored}")
     shardings = _default_sharding() if shardings is None else shardings
     abstract = jax.tree.map(
         lambda sharding, subtree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), subtree),
         shardings,
-        abstract_params(config, stored),
+        abstract_params(model.config, model.param_dtype),
     )
-    with ocp.StandardCheckpointer() as checkpointer:
-        params = checkpointer.restore(path / _PARAMS, abstract)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(path / _PARAMS, abstract)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: the parameters cannot be read; is the copy whole? ({error})") from error
     tokenizer = path / TOKENIZER_FOLDER
     return Checkpoint(
-        model=Transformer(config, dtype=stored, param_dtype=stored),
+        model=model,
         params=params,
         metadata={**manifest["metadata"], "dtype": manifest["dtype"]},
         tokenizer_path=tokenizer if tokenizer.is_dir() else None,
     )
 
 
-def load_config(path: str | Path) -> ModelConfig:
-    """The shape of a saved model, without its weights (to build shardings, or to plan memory).
+def read_model(path: str | Path, *, dtype: Any = None) -> Transformer:
+    """The module of a saved model, without its weights (to build shardings, or to plan memory).
+
+    Args:
+        path: A checkpoint.
+        dtype: As in `load_checkpoint`.
 
     Raises:
-        ValueError: No checkpoint, or one of a newer format.
+        ValueError: No checkpoint, one of a newer format, or an unsupported `dtype`.
     """
-    return config_from_dict(_read_manifest(Path(path).absolute())["model_config"])
+    manifest = _read_manifest(Path(path).absolute())
+    stored = np.dtype(STORED_DTYPES[manifest["dtype"]] if dtype is None else dtype)
+    if stored not in STORED_DTYPES.values():
+        raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {stored}")
+    return Transformer(config_from_dict(manifest["model_config"]), dtype=stored, param_dtype=stored)
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def _starting_point(target, drafter, config, drafter_params, request, continue_f
     tokens = jnp.pad(earlier.tokens, ((0, 0), (0, capacity - earlier.tokens.shape[1])))
     tokens = _write_tokens(tokens, earlier.length, request.prompt_tokens, request.prompt_lengths)
     cache = continue_from.target_cache.grown(capacity).with_finite_values()
-    state = None if drafter is None else drafter.grow(continue_from.drafter_state, capacity=capacity)
+    state = None if drafter is None else drafter.grow(drafter_params, continue_from.drafter_state, earlier, capacity=capacity)
     return Context(tokens=tokens, length=earlier.length + request.prompt_lengths), prompt, start, cache, state
 
 

@@ -49,9 +49,13 @@ class DraftModel:
         """See `Drafter.init`."""
         return self.model.init_cache(batch_size=batch_size, capacity=capacity)
 
-    def grow(self, state: KVCache, *, capacity: int) -> KVCache:
+    def grow(self, params: Any, state: KVCache, context: Context, *, capacity: int) -> KVCache:
         """See `Drafter.grow`."""
-        return state.grown(capacity).with_finite_values()
+        state = state.grown(capacity).with_finite_values()
+        # Where the last draft was accepted whole, no pass has seen its last token, and what is to follow will attend to it.
+        start = jnp.maximum(context.length - 2, 0)
+        tokens = jnp.take_along_axis(context.tokens, start[:, None], axis=1)
+        return self.model.apply({"params": params}, tokens, state.with_length(start)).cache
 
     def prefill(self, params: Any, state: KVCache, chunk: PrefillChunk) -> KVCache:
         """See `Drafter.prefill`."""

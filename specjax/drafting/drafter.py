@@ -35,8 +35,9 @@ class Drafter(Protocol):
         """The state of an empty context, with room for `capacity` positions a row."""
         ...
 
-    def grow(self, state: Any, *, capacity: int) -> Any:
-        """The same state with room for `capacity` positions a row; called when a call continues an earlier one."""
+    def grow(self, params: Any, state: Any, context: Context, *, capacity: int) -> Any:
+        """The same state with room for `capacity` positions a row, ready for a prefill that begins at the pending last token of `context`;
+        called when a call continues an earlier one."""
         ...
 
     def prefill(self, params: Any, state: Any, chunk: PrefillChunk) -> Any:

@@ -29,7 +29,7 @@ class NoDraft:
     def init(self, params: Any, *, batch_size: int, capacity: int) -> None:
         """See `Drafter.init`."""
 
-    def grow(self, state: None, *, capacity: int) -> None:
+    def grow(self, params: Any, state: None, context: Context, *, capacity: int) -> None:
         """See `Drafter.grow`."""
 
     def prefill(self, params: Any, state: None, chunk: PrefillChunk) -> None:

@@ -42,7 +42,7 @@ class PromptLookup:
     def init(self, params: Any, *, batch_size: int, capacity: int) -> None:
         """See `Drafter.init`; the context is all it needs."""
 
-    def grow(self, state: None, *, capacity: int) -> None:
+    def grow(self, params: Any, state: None, context: Context, *, capacity: int) -> None:
         """See `Drafter.grow`."""
 
     def prefill(self, params: Any, state: None, chunk: PrefillChunk) -> None:

@@ -99,8 +99,8 @@ def write_layer(
     Returns:
         The updated `(keys, values)`.
     """
-    finite = jnp.isfinite(new_values).all(axis=-1, keepdims=True)
-    new_keys = jnp.where(finite, new_keys, jnp.nan)
+    finite = jnp.isfinite(new_values)
+    new_keys = jnp.where(finite, new_keys, jnp.nan)  # component by component: one NaN suffices to make every score NaN
     new_values = jnp.where(finite, new_values, 0)
     return _write_rows(keys, new_keys, start), _write_rows(values, new_values, start)
 
@@ -119,8 +119,11 @@ def _write_unrolled(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.A
 
 
 def _write_in_loop(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """A loop over the rows. XLA's CPU compiler fuses a bare update of a batch of one twice (into the carry and into the attention that reads
-    it) and then copies the cache to keep the two apart; it does not look into a loop whose length it cannot see."""
+    """A loop over the rows.
+
+    XLA's CPU compiler fuses a bare update of a batch of one twice (into the carry, and into the attention that reads it) and then copies
+    the cache to keep the two apart. It does not look into a loop whose length it cannot see.
+    """
     num_rows = jnp.where(start[0] >= 0, cache.shape[0], 0)
 
     def write(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,142 @@
+"""`specjax generate`: one prompt to one checkpoint, text as it comes, statistics at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from specjax.checkpoints.convert import one_line_errors
+from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
+from specjax.checkpoints.tokenizer_check import check_same_tokenizer
+from specjax.commands.memory_plan import plan_memory
+from specjax.config import GenerateConfig
+from specjax.drafting.draft_model import DraftModel
+from specjax.drafting.drafter import Drafter
+from specjax.drafting.prompt_lookup import PromptLookup
+from specjax.requests import bucket
+from specjax.sampling import MIN_TEMPERATURE, SamplingParams
+from specjax.state import FinishReason
+from specjax.statistics import Statistics
+from specjax.streaming import stream_generate
+
+PROMPT_LOOKUP = "prompt-lookup"
+NO_DRAFTER = "none"
+# Below this mean acceptance length, over so many steps, drafts are as good as never accepted: that is a mismatch, not bad luck.
+_SUSPICIOUS_LENGTH, _SUSPICIOUS_STEPS = 1.05, 200
+
+
+def generate_command(
+    target: Annotated[Path, typer.Argument(help="The target's checkpoint, made by `specjax convert`.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
+    drafter: Annotated[
+        str, typer.Option(help=f"A draft model's checkpoint, `{PROMPT_LOOKUP}`, or `{NO_DRAFTER}` for plain decoding.")
+    ] = PROMPT_LOOKUP,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens drafted in a step.")] = 5,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens that reach this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the random key.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; as stored if not given.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Run to the limit.")] = False,
+    allow_different_tokenizer: Annotated[
+        bool, typer.Option("--allow-different-tokenizer", help="Only warn if the tokenizers differ.")
+    ] = False,
+) -> None:
+    """Generates text, speculatively, and prints what the drafter was worth."""
+    with one_line_errors():
+        if dtype not in (None, "bfloat16", "float32"):
+            raise ValueError(f"--dtype must be bfloat16 or float32, got {dtype!r}")
+        number = None if dtype is None else jnp.dtype(dtype)
+        config = GenerateConfig(
+            max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, do_sample=not temperature < MIN_TEMPERATURE
+        )
+        paths = [target] if drafter in (PROMPT_LOOKUP, NO_DRAFTER) else [target, Path(drafter)]
+        text = sys.stdin.read() if prompt == "-" else prompt
+        models = [read_model(path, dtype=number) for path in paths]
+        plan = plan_memory(models, batch_size=1, capacity=bucket(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1))
+        typer.echo(plan.describe(), err=True)
+        plan.check()
+        checkpoints = [load_checkpoint(path, dtype=number) for path in paths]
+        chosen, params = _drafter(drafter, checkpoints, allow_different=allow_different_tokenizer)
+        tokenizer = checkpoints[0].tokenizer()
+        updates = stream_generate(
+            checkpoints[0].model,
+            checkpoints[0].params,
+            chosen,
+            params,
+            [_encode(tokenizer, text, raw=raw)],
+            config=config,
+            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+            eos_token_ids=checkpoints[0].eos_token_ids(),
+            ignore_eos=ignore_eos,
+            rng=jax.random.key(seed),
+        )
+        typer.echo("compiling …", err=True)
+        _print_stream(updates, tokenizer)
+
+
+def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool) -> tuple[Drafter | None, Any]:
+    if name == NO_DRAFTER:
+        return None, None
+    if name == PROMPT_LOOKUP:
+        return PromptLookup(), None
+    target, draft = checkpoints
+    check_same_tokenizer(target, draft, allow_different=allow_different)
+    return DraftModel(draft.model), draft.params
+
+
+def _encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
+    if raw or not tokenizer.chat_template:
+        return tokenizer.encode(text)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def _print_stream(updates: Any, tokenizer: Any) -> None:
+    """Prints text as it comes. Times count from the third update on: those before it hold the compilations."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    began, counted, output = None, 0, None
+    for index, update in enumerate(updates):
+        if began is not None:
+            counted += len(update.new_tokens[0])
+        for token in update.new_tokens[0]:
+            typer.echo(stream.step(tokenizer.backend_tokenizer, token) or "", nl=False)
+        sys.stdout.flush()
+        if index == 1:
+            began = time.perf_counter()
+        output = update.output
+    assert output is not None
+    seconds = 0.0 if began is None else time.perf_counter() - began
+    reason = FinishReason(int(np.asarray(output.finish_reason)[0])).name
+    rate = f", {counted / seconds:.1f} tokens/s" if counted and seconds else ""
+    typer.echo("")
+    typer.echo(f"{int(output.lengths[0])} tokens, stopped by {reason}{rate}", err=True)
+    if reason == FinishReason.NONFINITE_LOGITS.name:
+        typer.echo("warning: the target's logits were not finite; the text ends before them", err=True)
+    if output.statistics.accepted_counts.shape[1] > 1:
+        _print_statistics(output.statistics)
+
+
+def _print_statistics(statistics: Statistics) -> None:
+    summary = statistics.summary()
+    per_position = " ".join(f"{rate:.2f}" for rate in summary["acceptance_rate_per_position"])
+    typer.echo(
+        f"mean_acceptance_length {summary['mean_acceptance_length']:.2f} (1 + accepted / steps, bonus included), "
+        f"draft_acceptance_rate {summary['draft_acceptance_rate']:.2f} "
+        f"({summary['num_accepted_tokens']} of {summary['num_draft_tokens']}), "
+        f"steps {summary['steps']}, accepted per position {per_position}",
+        err=True,
+    )
+    if summary["steps"] > _SUSPICIOUS_STEPS and summary["num_draft_tokens"] and summary["mean_acceptance_length"] < _SUSPICIOUS_LENGTH:
+        typer.echo(f"warning: hardly any draft was accepted in {summary['steps']} steps: does the drafter fit this target?", err=True)

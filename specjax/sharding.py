@@ -1,0 +1,88 @@
+"""Placing a model over a mesh: tensor-parallel params and a cache split over rows and key/value heads.
+
+Nothing else changes: `generate` and `speculative_generate` take the sharded arrays, XLA inserts the collectives, and the tokens are those
+of one device. An axis that its mesh axis does not divide is replicated instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specjax.config import ModelConfig
+
+# Which axis of each parameter is split over the model-parallel mesh axis. Per layer, one all-reduce after `output` and one after `down`.
+_MODEL_AXIS = {
+    "embedding": 0,  # [V,D]
+    "lm_head": 0,  # [V,D]
+    "qkv": 1,  # [D,K,N/K+2,H]
+    "qkv_bias": 0,  # [K,N/K+2,H]
+    "output": 0,  # [N*H,D], query heads in order of their key/value head
+    "gate_up": 2,  # [D,2,F]
+    "down": 0,  # [F,D]
+}
+
+
+def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis: str = "model") -> Any:
+    """Where each parameter goes.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, -1), ("data", "model"))
+        >>> params = jax.device_put(params, param_shardings(params, model.config, mesh))
+
+    Args:
+        params: A Transformer's params, arrays or their shapes.
+        config: The model's shape.
+        mesh: The devices.
+        model_axis: The mesh axis over which heads, FFN channels and the vocabulary are split.
+
+    Returns:
+        The same tree with a `NamedSharding` in each place.
+
+    Raises:
+        ValueError: The mesh has no such axis.
+    """
+    size = _axis_size(mesh, model_axis)
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        axis = _MODEL_AXIS.get(path[-1].key)
+        parts = None if axis is None else config.num_kv_heads if path[-1].key == "output" else leaf.shape[axis]
+        if axis is None or parts is None or parts % size:
+            return NamedSharding(mesh, PartitionSpec())
+        spec = [None] * len(leaf.shape)
+        spec[axis] = model_axis
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def cache_sharding(
+    config: ModelConfig, mesh: Mesh, *, batch_size: int, data_axis: str = "data", model_axis: str = "model"
+) -> NamedSharding:
+    """For `GenerateConfig.cache_sharding`: rows over one mesh axis, key/value heads over the other.
+
+    Args:
+        config: The model's shape.
+        mesh: The devices.
+        batch_size: B.
+        data_axis: The mesh axis over which rows are split.
+        model_axis: The mesh axis over which heads are split.
+
+    Returns:
+        A sharding of `[B,K,S,H]`.
+
+    Raises:
+        ValueError: The mesh lacks one of the axes.
+    """
+    rows = data_axis if batch_size % _axis_size(mesh, data_axis) == 0 else None
+    heads = model_axis if config.num_kv_heads % _axis_size(mesh, model_axis) == 0 else None
+    return NamedSharding(mesh, PartitionSpec(rows, heads, None, None))
+
+
+def _axis_size(mesh: Mesh, axis: str) -> int:
+    if axis not in mesh.shape:
+        raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, none named {axis!r} (its {math.prod(mesh.shape.values())} devices)")
+    return mesh.shape[axis]

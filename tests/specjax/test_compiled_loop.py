@@ -1,0 +1,146 @@
+"""What XLA makes of the decode loop: no cache is copied or transposed in it."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax import DraftModel, GenerateConfig, ModelConfig, PromptLookup, Transformer
+from specjax.generate import _generate, prepare_call
+
+CONFIG = ModelConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=4096,
+)
+CAPACITY = 320
+
+
+def compiled_text(*, batch_size: int, dtype: jnp.dtype, with_draft_model: bool, prefill_chunk_size: int = 512) -> str:
+    model = Transformer(CONFIG, dtype=dtype, param_dtype=dtype)
+    params = jax.eval_shape(model.init_params, jax.random.key(0))
+    drafter, drafter_params = (DraftModel(model), params) if with_draft_model else (PromptLookup(), None)
+    config = GenerateConfig(max_new_tokens=32, num_speculative_tokens=3, cache_capacity=CAPACITY, prefill_chunk_size=prefill_chunk_size)
+    request, static = prepare_call(
+        model,
+        drafter,
+        drafter_params,
+        [[1] * 40] * batch_size,
+        config=config,
+        prompt_lengths=None,
+        sampling=None,
+        eos_token_ids=(),
+        ignore_eos=False,
+        max_new_tokens=None,
+        rng=None,
+        continue_from=None,
+    )
+    return _generate.lower(model, drafter, static, params, drafter_params, request, None).compile().as_text()
+
+
+def instructions_in_loops(text: str) -> list[str]:
+    """The instructions of every computation that a while body reaches."""
+    computations: dict[str, list[str]] = {}
+    current = ""
+    for line in text.splitlines():
+        start = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)
+        if start and not line.startswith(" "):
+            current = start.group(1)
+            computations[current] = []
+        elif current and line.startswith(" "):
+            computations[current].append(line.strip())
+    pending = [name for lines in computations.values() for line in lines for name in re.findall(r"body=%?([\w.\-]+)", line)]
+    reached: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            for line in computations[name]:
+                pending += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
+    return [line for name in reached for line in computations[name]]
+
+
+def moves_of_the_cache(text: str, batch_size: int, operations: str) -> list[str]:
+    """Instructions in loops whose result has as many elements as a layer's cache, and that only move it."""
+    size = batch_size * CONFIG.num_kv_heads * CAPACITY * CONFIG.head_dim
+    found = []
+    for line in instructions_in_loops(text):
+        match = re.search(rf"= \w+\[([\d,]+)\]\S* (?:{operations})\(", line)
+        if match and jnp.prod(jnp.array([int(extent) for extent in match.group(1).split(",")])) == size:
+            found.append(line)
+    return found
+
+
+def test_the_search_finds_a_copy_in_a_loop():
+    def body(carry):
+        index, cache = carry
+        return index + 1, cache.swapaxes(0, 1).reshape(cache.shape) + 1.0
+
+    shape = jax.ShapeDtypeStruct((CONFIG.num_kv_heads, CAPACITY, CONFIG.head_dim), jnp.float32)
+    text = jax.jit(lambda cache: jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache))).lower(shape).compile().as_text()
+    assert moves_of_the_cache(text, 1, "copy|transpose")
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("with_draft_model", [False, True])
+def test_no_cache_is_copied_or_transposed_in_the_loop(batch_size, with_draft_model):
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=with_draft_model)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_no_cache_is_copied_or_transposed_in_bfloat16(batch_size):
+    # A CPU without bfloat16 products converts the operands of attention, and JAX 0.10.2 the cache around each write: those are not counted.
+    text = compiled_text(batch_size=batch_size, dtype=jnp.bfloat16, with_draft_model=False)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose")
+
+
+def test_no_cache_is_copied_in_a_chunked_prefill():
+    text = compiled_text(batch_size=2, dtype=jnp.float32, with_draft_model=True, prefill_chunk_size=16)
+    assert not moves_of_the_cache(text, 2, "copy|copy-start|transpose|convert")
+
+
+def test_a_32k_prompt_of_a_1_5b_model_fits_24_gb():
+    """Compiled, not run: XLA's own account of arguments, output and scratch memory."""
+    config = ModelConfig(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=1,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        qkv_bias=True,
+    )
+
+    def bytes_needed(num_layers: int) -> int:
+        model = Transformer(dataclasses.replace(config, num_layers=num_layers), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+        params = jax.eval_shape(model.init_params, jax.random.key(0))
+        request, static = prepare_call(
+            model,
+            PromptLookup(),
+            None,
+            [[1] * 32_000],
+            config=GenerateConfig(max_new_tokens=256),
+            prompt_lengths=None,
+            sampling=None,
+            eos_token_ids=(),
+            ignore_eos=False,
+            max_new_tokens=None,
+            rng=None,
+            continue_from=None,
+        )
+        memory = _generate.lower(model, PromptLookup(), static, params, None, request, None).compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+    one, two = bytes_needed(1), bytes_needed(2)
+    assert one + 27 * (two - one) < 16e9  # leaves a third of 24 GB to everything else
