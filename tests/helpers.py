@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from specjax import GenerateConfig, ModelConfig, SamplingParams, Transformer, generate
+from specjax import GenerateConfig, GenerateOutput, ModelConfig, SamplingParams, Transformer, generate, speculative_generate
 from specjax.state import Commit, Context, Draft, PrefillChunk
 
 VOCAB_SIZE = 64
@@ -100,7 +100,7 @@ class ReplayDrafter:
         """Nothing was committed yet."""
         return jnp.zeros((batch_size,), jnp.int32)
 
-    def grow(self, state: jax.Array, *, capacity: int) -> jax.Array:
+    def grow(self, params: Any, state: jax.Array, context: Context, *, capacity: int) -> jax.Array:
         """The count goes on."""
         return state
 
@@ -137,7 +137,7 @@ class ReplayDrafter:
 
 
 def recorded(continuation: Any, prompt_lengths: Any, *, flip_at: Any = 1000, max_drafted: Any = 1000) -> dict:
-    """Params of a `ReplayDrafter`: the continuation `[B,M]`, prompt lengths `[B]`, and a flip position and a most drafted, scalar or `[B]`."""
+    """Params of a `ReplayDrafter`: the continuation `[B,M]`, prompt lengths `[B]`, and flip position and longest draft, scalar or `[B]`."""
     lengths = jnp.asarray(prompt_lengths, jnp.int32)
     return {
         "tokens": jnp.asarray(continuation, jnp.int32),
@@ -171,6 +171,25 @@ def greedy_text(prompts: list[list[int]], num_tokens: int = NUM_TOKENS, *, model
     """What plain greedy decoding of the tiny target emits, `[B,num_tokens]`."""
     target, params = tiny_target() if model is None else model
     return np.asarray(generate(target, params, prompts, config=GenerateConfig(max_new_tokens=num_tokens)).tokens)
+
+
+def replay(flip_at: Any = 1000, *, prompts: list[list[int]] | None = None, target_params: Any = None, **arguments: Any) -> GenerateOutput:
+    """Speculative greedy decoding of the shared prompts, 4 drafts a step, by a drafter that knows the answer. Always the same program."""
+    prompts = random_prompts() if prompts is None else prompts
+    target, params = tiny_target()
+    drafter_params = recorded(greedy_text(prompts), [len(prompt) for prompt in prompts], flip_at=flip_at)
+    config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=4)
+    params = params if target_params is None else target_params
+    return speculative_generate(target, params, ReplayDrafter(), drafter_params, prompts, config=config, **arguments)
+
+
+def plain(*, prompts: list[list[int]] | None = None, target_params: Any = None, **arguments: Any) -> GenerateOutput:
+    """Plain greedy decoding of the shared prompts. Always the same program."""
+    target, params = tiny_target()
+    params = params if target_params is None else target_params
+    return generate(
+        target, params, random_prompts() if prompts is None else prompts, config=GenerateConfig(max_new_tokens=NUM_TOKENS), **arguments
+    )
 
 
 def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -233,7 +252,7 @@ def numpy_forward(config: ModelConfig, params: dict, tokens: list[int]) -> np.nd
 
 
 def chi_square_p_value(counts: np.ndarray, probs: np.ndarray) -> float:
-    """p-value of the counts under the probabilities (same shape). Cells that expect fewer than 5 are pooled; an impossible count gives 0."""
+    """p-value of the counts under the probabilities (same shape). Cells that expect fewer than 5 are pooled; impossible ones give 0."""
     counts, probs = np.asarray(counts, np.float64).ravel(), np.asarray(probs, np.float64).ravel()
     expected = counts.sum() * probs / probs.sum()
     if counts[expected < 1e-3 * 1e-3].sum() > 0:

@@ -36,8 +36,10 @@ class Drafter(Protocol):
         ...
 
     def grow(self, params: Any, state: Any, context: Context, *, capacity: int) -> Any:
-        """The same state with room for `capacity` positions a row, ready for a prefill that begins at the pending last token of `context`;
-        called when a call continues an earlier one."""
+        """The same state with room for `capacity` positions a row; called when a call continues an earlier one.
+
+        The prefill that follows begins at the pending last token of `context`: what stands before it must be in the state.
+        """
         ...
 
     def prefill(self, params: Any, state: Any, chunk: PrefillChunk) -> Any:
