@@ -52,12 +52,12 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
     partial = destination.with_name(f".{destination.name}.incomplete")
     replaced = destination.with_name(f".{destination.name}.replaced")
     with _locked(partial):
-        _empty(partial)
-        if replaced.exists():
-            # An earlier run stopped inside the swap below: either before its second rename (put the old folder back) or after it.
-            shutil.rmtree(replaced) if destination.exists() else replaced.rename(destination)
-            check_destination(destination, force=force)
         try:
+            _empty(partial)
+            if replaced.exists():
+                # An earlier run stopped between the two renames below (put the old folder back), or right after them.
+                shutil.rmtree(replaced) if destination.exists() else replaced.rename(destination)
+                check_destination(destination, force=force)
             yield partial
             if destination.exists():
                 destination.rename(replaced)

@@ -108,7 +108,7 @@ def _read(source: WeightSource, dtype: str, *, progress: bool) -> tuple[dict, di
     """The parameters, and what to remember about where they came from."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        reading = bar.add_task(f"Reading {source.name}", total=sum(source.num_bytes.values()))
+        reading = bar.add_task("Reading", total=sum(source.num_bytes.values()))
         params = read_params(source, dtype, lambda count: bar.update(reading, advance=count))
         hashing = bar.add_task("Hashing", total=sum(path.stat().st_size for path in source.files))
         digests = {}

@@ -213,10 +213,10 @@ def _rotary_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
 def _quantisation(fields: _Fields, reader: gguf.GGUFReader) -> str:
     file_type = fields.get("general.file_type")
     if file_type is not None and file_type in gguf.LlamaFileType._value2member_map_:
-        name = gguf.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        names = {gguf.LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")}
     else:
-        name = "+".join(sorted({tensor.tensor_type.name for tensor in reader.tensors}))
-    return "none" if name in ("F32", "F16", "BF16") else name
+        names = {tensor.tensor_type.name for tensor in reader.tensors}
+    return "+".join(sorted(names - {"F32", "F16", "BF16"})) or "none"
 
 
 def _shortest(value: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 # GGUF's token types (`tokenizer.ggml.token_type`): control tokens are special, user-defined ones are matched whole but are text, and unused
 # ones pad the embedding to a round size and are no tokens.
@@ -34,7 +34,7 @@ def _digits_then_bytes() -> pre_tokenizers.PreTokenizer:
 
 
 # `tokenizer.ggml.pre` → how text is split before BPE.
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": _digits_then_bytes,
     "qwen2": lambda: _split(r"\p{N}"),
@@ -56,8 +56,8 @@ def check_tokenizer(fields: Mapping[str, Any], name: str) -> None:
     if kind != "gpt2":
         raise ValueError(f"{name}: tokenizer of kind {kind!r} is not supported; supported: 'gpt2' (byte-level BPE)")
     rule = fields.get("tokenizer.ggml.pre")
-    if rule not in _PRE_TOKENIZERS:
-        raise ValueError(f"{name}: split rule {rule!r} (tokenizer.ggml.pre) is not supported; supported: {', '.join(_PRE_TOKENIZERS)}")
+    if rule not in PRE_TOKENIZERS:
+        raise ValueError(f"{name}: split rule {rule!r} (tokenizer.ggml.pre) is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"):
         if key not in fields:
             raise ValueError(f"{name}: the file's metadata lacks {key}")
@@ -86,8 +86,6 @@ def write_tokenizer(fields: Mapping[str, Any], folder: Path) -> bool:
         "bos_token": token("bos"),
         "eos_token": token("eos"),
         "pad_token": token("padding"),
-        # Llama 3's converter leaves the flag out, and its readers take it as set.
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", fields["tokenizer.ggml.pre"] == "llama-bpe")),
         "model_max_length": fields.get(f"{fields['general.architecture']}.context_length"),
         "clean_up_tokenization_spaces": False,
         "chat_template": fields.get("tokenizer.chat_template"),
@@ -111,7 +109,7 @@ def _build(fields: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == "llama-bpe"))
     if rule == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[rule]()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[rule]()
     tokenizer.decoder = decoders.ByteLevel()
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
@@ -119,4 +117,11 @@ def _build(fields: Mapping[str, Any]) -> Tokenizer:
         if kind in (_CONTROL, _USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
+    # Llama 3's converter leaves the flag out, and its readers take it as set.
+    if fields.get("tokenizer.ggml.add_bos_token", rule == "llama-bpe"):
+        index = fields["tokenizer.ggml.bos_token_id"]
+        first = tokens[index]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first}:1 $B:1", special_tokens=[(first, index)]
+        )
     return tokenizer

@@ -30,6 +30,8 @@ FORMAT_VERSION = 1
 _MANIFEST = "specjax.json"
 _PARAMS = "params"
 TOKENIZER_FOLDER = "tokenizer"
+# Characters of Orbax's message, which goes on with source locations.
+_LONGEST_REASON = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,7 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
     manifest = _read_manifest(path)
     shardings = _default_sharding() if shardings is None else shardings
     abstract = jax.tree.map(
-        lambda sharding, subtree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), subtree),
+        lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding), subtree),
         shardings,
         abstract_params(model.config, model.param_dtype),
     )
@@ -144,7 +146,8 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(path / _PARAMS, abstract)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: the parameters cannot be read; is the copy whole? ({error})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
+        raise ValueError(f"{path}: the parameters cannot be read; is the copy whole? ({reason})") from error
     tokenizer = path / TOKENIZER_FOLDER
     return Checkpoint(
         model=model,
@@ -186,6 +189,12 @@ def config_from_dict(values: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(**{**values, "rope": RopeConfig(**values["rope"])})
     except (TypeError, KeyError) as error:
         raise ValueError(f"the saved model configuration does not fit this version of specjax: {error}") from error
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    # Raises where a dimension does not divide among the devices: better now than as a failure to read.
+    sharding.shard_shape(leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _default_sharding() -> jax.sharding.Sharding:

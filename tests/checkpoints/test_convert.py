@@ -1,0 +1,94 @@
+"""The command: a folder or a file in, a checkpoint out; errors on one line; nothing written when anything is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.checkpoints import hugging_face
+from specjax.checkpoints.convert import convert
+from specjax.checkpoints.store import load_checkpoint
+from specjax.checkpoints.weights import read_params
+from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specjax.checkpoints.convert", *map(str, arguments)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    raw = raw_config("qwen3", tie_word_embeddings=True)
+    folder = write_folder(tmp_path / "source", raw, random_tensors(raw), num_shards=2)
+    write_tokenizer(folder)
+    return folder
+
+
+def test_the_command_converts_a_folder_with_its_tokenizer(tmp_path: Path, source: Path) -> None:
+    done = run_command(source, tmp_path / "out", "--dtype", "float32", "--no-check")
+    assert done.returncode == 0, done.stderr
+    assert "parameters in float32" in done.stdout
+    checkpoint = load_checkpoint(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.params, read_params(hugging_face.open_source(source), "float32"))
+    assert checkpoint.tokenizer().encode("hello") == [256 + 3]
+    assert checkpoint.tokenizer().apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|start|>hi<|end|>"
+    metadata = checkpoint.metadata
+    assert (metadata["source"], metadata["source_format"], metadata["quantisation"]) == ("source", "safetensors", "none")
+    assert sorted(metadata["source_sha256"]) == [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
+    assert str(tmp_path) not in (tmp_path / "out" / "specjax.json").read_text()
+
+
+def test_an_error_is_one_line_and_writes_nothing(tmp_path: Path, source: Path) -> None:
+    (source / "config.json").write_text(json.dumps(raw_config("qwen3", hidden_act="gelu")))
+    done = run_command(source, tmp_path / "out", "--no-check")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: hidden_act 'gelu' is not supported; supported: 'silu'"]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_gguf_file_is_converted_and_its_quantisation_remembered(tmp_path: Path) -> None:
+    raw = raw_config("qwen2")
+    file = write_gguf(tmp_path / "m.gguf", "qwen2", hugging_face.model_config(raw), random_tensors(raw), quantisation="Q8_0")
+    done = convert(file, tmp_path / "out", check=False, progress=False)
+    assert (done.quantisation, done.has_tokenizer, done.check_skipped) == ("Q8_0", True, "not asked for")
+    checkpoint = load_checkpoint(tmp_path / "out")
+    assert checkpoint.metadata["quantisation"] == "Q8_0"
+    assert checkpoint.params["embedding"].dtype == "bfloat16"
+
+
+def test_an_existing_destination_is_noticed_before_the_source_is_read(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "out", check=False, progress=False)
+    (source / "config.json").unlink()
+    with pytest.raises(FileExistsError, match="pass --force"):
+        convert(source, tmp_path / "out", check=False, progress=False)
+
+
+def test_other_dtypes_are_refused(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be one of \['bfloat16', 'float32'\], got 'float16'"):
+        convert(source, tmp_path / "out", dtype="float16")
+
+
+def test_a_source_without_tokenizer_is_converted(tmp_path: Path) -> None:
+    raw = raw_config()
+    done = convert(write_folder(tmp_path / "source", raw, random_tensors(raw)), tmp_path / "out", check=False, progress=False)
+    assert not done.has_tokenizer
+    assert load_checkpoint(tmp_path / "out").tokenizer_path is None
+
+
+def test_the_check_says_why_it_did_not_run(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert convert(source, tmp_path / "out", progress=False).check_skipped == "torch not installed"
+    with pytest.raises(ValueError, match="the logit check needs torch"):
+        convert(source, tmp_path / "checked", check=True, progress=False)
+    assert not (tmp_path / "checked").exists()

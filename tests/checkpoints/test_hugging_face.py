@@ -1,0 +1,248 @@
+"""Hugging Face folders: configurations in all their layouts, every tensor in its place, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from specjax import RopeConfig
+from specjax.checkpoints import hugging_face
+from specjax.checkpoints.weights import check_source, read_params
+from tests.checkpoints.sources import random_tensors, raw_config, write_folder
+
+LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    source = hugging_face.open_source(folder, **options)
+    check_source(source)
+    return source
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(rope_theta=500000.0, rope_scaling=LLAMA3),
+        dict(rope_theta=500000.0, rope_scaling={"type" if key == "rope_type" else key: value for key, value in LLAMA3.items()}),
+        dict(rope_theta=..., rope_parameters=dict(rope_theta=500000.0, **LLAMA3)),
+        dict(rope_theta=500000.0, rope_parameters=LLAMA3),
+    ],
+    ids=["rope_scaling", "rope_scaling with type", "rope_parameters", "rope_parameters without theta"],
+)
+def test_all_layouts_of_the_rotary_settings_mean_the_same(layout: dict[str, Any]) -> None:
+    assert hugging_face.model_config(raw_config(**layout)).rope == RopeConfig(theta=500000.0, **LLAMA3)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, dict(rope_scaling=None), dict(rope_theta=..., rope_parameters=dict(rope_theta=10000.0, rope_type="default"))]
+)
+def test_plain_rotary_settings(layout: dict[str, Any]) -> None:
+    assert hugging_face.model_config(raw_config(**layout)).rope == RopeConfig(theta=10000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(architectures=["MixtralForCausalLM"]),
+            "MixtralForCausalLM is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3",
+        ),
+        (dict(architectures=None, model_type="gpt2"), "gpt2"),
+        (dict(hidden_act="gelu"), "'gelu'"),
+        (dict(mlp_bias=True), "mlp_bias"),
+        (dict(attention_bias=True), "attention_bias=true is not supported for llama"),
+        (dict(use_sliding_window=True, sliding_window=4096), "use_sliding_window"),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "'yarn'"),
+        (dict(rope_scaling=dict(type="linear", factor=4.0)), "'linear'"),
+        (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), "rope_scaling lacks the field 'low_freq_factor'"),
+        (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), "each kind of layer"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(quantization_config=dict(quant_method="awq")), "'awq'"),
+        (dict(num_hidden_layers=...), "config.json lacks the field 'num_hidden_layers'"),
+        (dict(rms_norm_eps=None), "'rms_norm_eps'"),
+        (dict(num_key_value_heads=3), "got 4 and 3"),
+    ],
+)
+def test_what_would_run_wrongly_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hugging_face.model_config(raw_config(**changes))
+
+
+def test_qwen3_needs_its_own_head_size_and_qwen2_its_kv_heads() -> None:
+    with pytest.raises(ValueError, match="'head_dim'"):
+        hugging_face.model_config(raw_config("qwen3", head_dim=...))
+    with pytest.raises(ValueError, match="'num_key_value_heads'"):
+        hugging_face.model_config(raw_config("qwen2", num_key_value_heads=...))
+    config = hugging_face.model_config(raw_config("llama", num_key_value_heads=..., head_dim=...))
+    assert (config.num_kv_heads, config.head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_tensor_is_found_at_its_place(tmp_path: Path, family: str, num_shards: int) -> None:
+    raw = raw_config(family)
+    tensors = random_tensors(raw)
+    source = opened(write_folder(tmp_path / "model", raw, tensors, num_shards=num_shards))
+    params = read_params(source, "float32")
+    head_dim, layer, theirs = source.config.head_dim, params["layer_1"], "model.layers.1"
+    for head in range(4):
+        rows = slice(head * head_dim, (head + 1) * head_dim)
+        query = tensors[f"{theirs}.self_attn.q_proj.weight"][rows].T
+        np.testing.assert_array_equal(layer["attention"]["qkv"][:, head // 2, head % 2], query)
+    for head in range(2):
+        rows = slice(head * head_dim, (head + 1) * head_dim)
+        for slot, name in ((2, "k_proj"), (3, "v_proj")):
+            np.testing.assert_array_equal(layer["attention"]["qkv"][:, head, slot], tensors[f"{theirs}.self_attn.{name}.weight"][rows].T)
+            if family == "qwen2":
+                np.testing.assert_array_equal(layer["attention"]["qkv_bias"][head, slot], tensors[f"{theirs}.self_attn.{name}.bias"][rows])
+    if family == "qwen3":
+        np.testing.assert_array_equal(layer["attention"]["query_norm"]["scale"], tensors[f"{theirs}.self_attn.q_norm.weight"])
+        np.testing.assert_array_equal(layer["attention"]["key_norm"]["scale"], tensors[f"{theirs}.self_attn.k_norm.weight"])
+    np.testing.assert_array_equal(layer["attention"]["output"], tensors[f"{theirs}.self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(layer["mlp"]["gate_up"][:, 0], tensors[f"{theirs}.mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(layer["mlp"]["gate_up"][:, 1], tensors[f"{theirs}.mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_leaf_has_the_dtype_asked_for_after_one_rounding(tmp_path: Path, stored: Any, dtype: str) -> None:
+    raw = raw_config()
+    # Values that float16 cannot hold: a way through it would show.
+    tensors = {name: tensor.astype(stored) for name, tensor in random_tensors(raw).items()}
+    if stored != np.float16:
+        tensors["model.norm.weight"] = (np.arange(1, 65) * 3e37 / 16).astype(stored)
+    params = read_params(opened(write_folder(tmp_path, raw, tensors)), dtype)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {dtype}
+    np.testing.assert_array_equal(params["final_norm"]["scale"], tensors["model.norm.weight"].astype(params["embedding"].dtype))
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"].astype(params["embedding"].dtype))
+
+
+def test_unmapped_and_unfilled_are_listed_together(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = {f"language_model.{name}": tensor for name, tensor in random_tensors(raw).items()}
+    with pytest.raises(ValueError, match=r"Unmapped source tensors: language_model\.\S+.*Parameters left unfilled: embedding \(from "):
+        opened(write_folder(tmp_path, raw, tensors))
+
+
+def test_one_missing_tensor_is_named_with_its_parameter(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(
+        ValueError,
+        match=r"tensors: none\. Parameters left unfilled: layer_1\.attention\.qkv \(from model\.layers\.1\.self_attn\.k_proj\.weight\)",
+    ):
+        opened(write_folder(tmp_path, raw, tensors))
+
+
+def test_a_bias_on_the_output_projection_is_not_dropped(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw) | {"model.layers.0.self_attn.o_proj.bias": np.ones(64, np.float32)}
+    with pytest.raises(ValueError, match=r"Unmapped source tensors: model\.layers\.0\.self_attn\.o_proj\.bias"):
+        opened(write_folder(tmp_path, raw, tensors))
+
+
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(16, np.float32)}
+    opened(write_folder(tmp_path, raw, tensors))
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw) | {"model.layers.0.mlp.up_proj.weight": np.ones((95, 64), np.float32)}
+    with pytest.raises(
+        ValueError, match=re.escape("model.layers.0.mlp.up_proj.weight should have shape (96, 64) by the configuration, got (95, 64)")
+    ):
+        opened(write_folder(tmp_path, raw, tensors))
+
+
+def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw) | {"model.layers.0.mlp.up_proj.weight": np.ones((96, 64), np.int8)}
+    with pytest.raises(ValueError, match=r"up_proj\.weight should be BF16, F16 or F32, got I8"):
+        read_params(opened(write_folder(tmp_path, raw, tensors)), "float32")
+
+
+@pytest.mark.parametrize("share_of_file", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_file_is_refused(tmp_path: Path, share_of_file: float) -> None:
+    raw = raw_config()
+    file = write_folder(tmp_path, raw, random_tensors(raw)) / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * share_of_file)])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        opened(tmp_path)
+
+
+def test_a_missing_shard_and_a_shard_without_its_tensor_are_named(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw)
+    write_folder(tmp_path, raw, tensors, num_shards=2)
+    second = tmp_path / "model-00002-of-00002.safetensors"
+    save_file({"other": np.ones(1, np.float32)}, second)
+    with pytest.raises(ValueError, match=r"promises tensor \S+ in model-00002-of-00002"):
+        opened(tmp_path)
+    second.unlink()
+    with pytest.raises(ValueError, match=r"files that are not there: model-00002-of-00002\.safetensors"):
+        opened(tmp_path)
+
+
+def test_a_tied_model_loads_without_a_head(tmp_path: Path) -> None:
+    raw = raw_config(tie_word_embeddings=True)
+    tensors = random_tensors(raw)
+    assert "lm_head.weight" not in tensors
+    assert "lm_head" not in read_params(opened(write_folder(tmp_path, raw, tensors)), "float32")
+
+
+def test_a_tied_model_loads_with_its_head_shipped(tmp_path: Path) -> None:
+    raw = raw_config(tie_word_embeddings=True)
+    tensors = random_tensors(raw)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    assert "lm_head" not in read_params(opened(write_folder(tmp_path, raw, tensors)), "float32")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+    write_folder(tmp_path, raw, tensors)
+    with pytest.warns(UserWarning, match=r"lm_head\.weight that differs from the embedding"):
+        opened(tmp_path)
+    assert "lm_head" in read_params(opened(tmp_path, tie_embeddings=False), "float32")
+
+
+def test_an_untied_model_without_a_head_is_told_the_option(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw)
+    del tensors["lm_head.weight"]
+    write_folder(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=r"lm_head\.weight is missing, but tie_word_embeddings is false.*--tie-embeddings"):
+        opened(tmp_path)
+    assert opened(tmp_path, tie_embeddings=True).config.tie_word_embeddings
+
+
+def test_what_is_neither_a_folder_nor_a_hub_id_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for asked in ("nobody/no-such-model", str(tmp_path / "absent")):
+        with pytest.raises(ValueError, match=f"{re.escape(repr(asked))} is neither a folder nor the id of a model"):
+            hugging_face.open_source(asked)
+
+
+def test_a_folder_without_config_or_weights_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json in the folder"):
+        hugging_face.open_source(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw_config()))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"needs model\.safetensors or .*found pytorch_model\.bin"):
+        hugging_face.open_source(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        hugging_face.open_source(tmp_path)
