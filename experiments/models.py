@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from experiments.experiment import ExperimentError
 from experiments.presets import PRESETS, random_params
 from specjax import Transformer
-from specjax.checkpoints.convert import convert
 from specjax.checkpoints.store import Checkpoint, load_checkpoint
 
 
@@ -73,6 +72,9 @@ def converted(path: Path, *, dtype: str, cache_dir: str | None) -> Path:
     destination = (Path(cache_dir).expanduser() if cache_dir else default_cache_dir()) / "converted"
     destination = destination / f"{path.stem}-{dtype}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
     if not destination.exists():
+        # Imported here: timing random weights needs none of the packages that read other formats.
+        from specjax.checkpoints.convert import convert
+
         destination.parent.mkdir(parents=True, exist_ok=True)
         convert(path, destination, dtype=dtype, check=False)  # the converter's own tests do that
     return destination
