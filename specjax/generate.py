@@ -130,6 +130,9 @@ def prepare_call(
     if drafter is not None:
         drafter.check(drafter_params, vocab_size=target.config.vocab_size)
     draft_length = 0 if drafter is None else config.num_speculative_tokens
+    if drafter is None:
+        # Not used; another value must not compile another program.
+        config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
     return prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
 
 
