@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.decoding import Decoded, Decoder, LogitGap, first_divergence
-from experiments.experiment import FOLDER, ExperimentError, path_field
+from experiments.experiment import FOLDER, ExperimentError, local_field, path_field
 from experiments.models import Model, load_model
 from experiments.prompts import encode, load_prompts
 from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, RejectionSampling, SyntheticAcceptance
@@ -71,7 +71,7 @@ class Config:
     ignore_eos: bool = False
     repeats: int = 1
     synthetic_acceptance_length: float | None = None
-    cache_dir: str | None = path_field()
+    cache_dir: str | None = local_field()
 
 
 def run(config: Config) -> Iterator[dict]:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.experiment import ExperimentError, path_field
+from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, load_model
 from experiments.presets import kv_bytes, random_array, weight_bytes_per_pass
 from experiments.timing import LoopTiming, copy_bandwidth, count_executions, time_loop
@@ -73,7 +73,7 @@ class Config:
     short_steps: int = 16
     long_steps: int = 64
     repeats: int = 9
-    cache_dir: str | None = path_field()
+    cache_dir: str | None = local_field()
 
     def __post_init__(self) -> None:
         unknown = set(self.modes) - set(MODES)

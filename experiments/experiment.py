@@ -68,6 +68,11 @@ def path_field(default: str | None = None) -> Any:
     return dataclasses.field(default=default, metadata={"path": True})
 
 
+def local_field() -> Any:
+    """A `Config` field that says where this machine keeps something; records leave it out."""
+    return dataclasses.field(default=None, metadata={"local": True})
+
+
 def declarations() -> list[Declaration]:
     """The experiments in this folder, read from their docstrings without importing them."""
     found = (_declaration(path) for path in sorted(FOLDER.glob("*.py")))
@@ -119,9 +124,11 @@ def parse_config(config_type: type, assignments: Sequence[str]) -> Any:
 
 
 def portable(config: Any) -> dict[str, Any]:
-    """A config as JSON values, with paths cut to their last part."""
+    """A config as JSON values, with paths cut to their last part and local fields left out."""
     values = {}
     for field in dataclasses.fields(config):
+        if field.metadata.get("local"):
+            continue
         value = getattr(config, field.name)
         if field.metadata.get("path") and value:
             value = Path(value).name

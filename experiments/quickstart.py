@@ -19,7 +19,7 @@ from typing import Any
 
 from experiments.acceptance import end_of_text
 from experiments.decoding import Decoder
-from experiments.experiment import ExperimentError, path_field
+from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.fetch import smollm2
 from experiments.models import default_cache_dir, load_model
 from experiments.prompts import encode
@@ -63,7 +63,7 @@ class Config:
     num_speculative_tokens: int = 10
     dtype: str = "float32"
     implementation: str = "auto"
-    cache_dir: str | None = path_field()
+    cache_dir: str | None = local_field()
 
 
 def run(config: Config) -> Iterator[dict]:

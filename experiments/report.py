@@ -79,7 +79,8 @@ def markdown(result: dict, file_name: str) -> str:
     count = f"{device['count']} × " if device["count"] > 1 else ""
     source = f"[`experiments/results/{file_name}`](experiments/results/{file_name})"
     weights = ", ".join(dict.fromkeys(row["weights"] for row in result["rows"]))
-    where = f"{count}{device['kind']}, JAX {versions['jax']}, weights {weights}, commit {result['git_sha'][:8]}"
+    sha, dash, state = result["git_sha"].partition("-")  # "dirty", where the tree had changes
+    where = f"{count}{device['kind']}, JAX {versions['jax']}, weights {weights}, commit {sha[:8]}{dash}{state}"
     origin = f"From {source}: {where}; `{result['command']}`."
     return "\n".join([*tables, origin, ""])
 

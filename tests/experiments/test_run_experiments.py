@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from experiments.experiment import ExperimentError, changed, declarations, parse_config, path_field, portable
+from experiments.experiment import ExperimentError, changed, declarations, local_field, parse_config, path_field, portable
 from experiments.record import REPOSITORY, Record, collect, git_sha, write_json
 from experiments.run import RESULTS, app
 
@@ -32,6 +32,7 @@ class Example:
     words: tuple[str, ...] = ()
     limit: int | None = None
     folder: str | None = path_field()
+    cache: str | None = local_field()
 
 
 def test_settings_are_parsed_by_their_type():
@@ -64,8 +65,9 @@ def test_a_key_given_twice_is_refused():
 
 
 def test_records_hold_no_folders_of_this_machine():
-    config = Example(folder="/some/where/model", sizes=(3,))
+    config = Example(folder="/some/where/model", sizes=(3,), cache="/some/where/else")
     assert portable(config)["folder"] == "model"
+    assert "cache" not in portable(config)
     assert changed(config) == ["sizes=3", "folder=model"]
 
 
