@@ -107,8 +107,8 @@ def model_config(raw: Mapping[str, Any], *, tie_embeddings: bool | None = None) 
     """
     family = _family(raw)
     _refuse_unsupported(raw, family)
-    num_heads = _needed(raw, "num_attention_heads")
-    hidden_size = _needed(raw, "hidden_size")
+    num_heads = _needed_size(raw, "num_attention_heads")
+    hidden_size = _needed_size(raw, "hidden_size")
     head_dim = raw.get("head_dim")
     if head_dim is None:
         # Qwen3's head size is its own, never hidden_size / num_attention_heads.
@@ -117,14 +117,14 @@ def model_config(raw: Mapping[str, Any], *, tie_embeddings: bool | None = None) 
     if num_kv_heads is None:
         num_kv_heads = num_heads if family == "llama" else _needed(raw, "num_key_value_heads")
     return ModelConfig(
-        vocab_size=_needed(raw, "vocab_size"),
+        vocab_size=_needed_size(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_needed(raw, "intermediate_size"),
-        num_layers=_needed(raw, "num_hidden_layers"),
+        intermediate_size=_needed_size(raw, "intermediate_size"),
+        num_layers=_needed_size(raw, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_needed(raw, "max_position_embeddings"),
+        max_position_embeddings=_needed_size(raw, "max_position_embeddings"),
         rope=rope_config(raw),
         rms_norm_eps=float(_needed(raw, "rms_norm_eps")),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)) if tie_embeddings is None else tie_embeddings,
@@ -177,6 +177,13 @@ def _needed(raw: Mapping[str, Any], field: str, where: str = "config.json") -> A
     return raw[field]
 
 
+def _needed_size(raw: Mapping[str, Any], field: str) -> int:
+    value = _needed(raw, field)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field} in config.json should be a positive int, got {value!r}")
+    return value
+
+
 def _family(raw: Mapping[str, Any]) -> str:
     architectures = raw.get("architectures") or []
     by_type = {model_type: name for name, model_type in SUPPORTED.items()}
@@ -200,10 +207,11 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
         raise ValueError("mlp_bias=true is not supported: the feed-forward network has no biases here")
     if raw.get("attention_bias") and family != "qwen2":
         raise ValueError(f"attention_bias=true is not supported for {family}: it puts a bias on o_proj too, and the decoder has none there")
-    sliding_layers = "sliding_attention" in (raw.get("layer_types") or [])
-    if raw.get("use_sliding_window") or sliding_layers:
-        field = "use_sliding_window=true" if raw.get("use_sliding_window") else "layer_types with sliding_attention"
-        raise ValueError(f"{field} is not supported: attention sees the whole context here")
+    if raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true is not supported: attention sees the whole context here")
+    other_layers = sorted(set(raw.get("layer_types") or []) - {"full_attention"})
+    if other_layers:
+        raise ValueError(f"layer_types with {', '.join(other_layers)} is not supported; supported: full_attention")
 
 
 def _locate(source: str) -> Path:
@@ -227,9 +235,12 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{name}: no {path.name} in the folder")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{name}: {path.name} is not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: {path.name} should hold an object, got {type(values).__name__}")
+    return values
 
 
 def _open_shards(folder: Path, name: str) -> dict[str, Any]:

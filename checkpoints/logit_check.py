@@ -117,7 +117,7 @@ def _transformers_logits(source: WeightSource, dtype: str, tokens: np.ndarray) -
     if source.config.tie_word_embeddings:
         # Where a file holds two copies of a tied matrix, which of them counts is our rule, not something to compare.
         embedding = torch.from_numpy(source.read("model.embed_tokens.weight").astype(np.float32))
-        model.get_input_embeddings().weight = model.get_output_embeddings().weight = torch.nn.Parameter(embedding)
+        model.model.embed_tokens.weight = model.lm_head.weight = torch.nn.Parameter(embedding)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(rounded_to))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -198,8 +199,8 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.
 
 
 def _default_sharding() -> jax.sharding.Sharding:
-    device = jax.config.jax_default_device
-    return jax.sharding.SingleDeviceSharding(device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0])
+    """Where JAX puts a new array: the first device, or what `jax.default_device` says."""
+    return jnp.zeros(()).sharding
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -117,7 +118,7 @@ def read_params(source: WeightSource, dtype: str, on_bytes: Callable[[int], obje
     if dtype not in STORED_DTYPES:
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")
     stored = STORED_DTYPES[dtype]
-    expected = traverse_util.flatten_dict(abstract_params(source.config, stored), sep=".")
+    expected: dict[str, Any] = traverse_util.flatten_dict(abstract_params(source.config, stored), sep=".")
     leaves: dict[str, np.ndarray] = {}
     for path, parameter in _parameter_table(source.config).items():
         tensors = []

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints import hugging_face
-from specjax.checkpoints.convert import convert
+from specjax.checkpoints.convert import convert, one_line_errors
 from specjax.checkpoints.store import load_checkpoint
 from specjax.checkpoints.weights import read_params
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf, write_tokenizer
@@ -92,3 +93,10 @@ def test_the_check_says_why_it_did_not_run(tmp_path: Path, source: Path, monkeyp
     with pytest.raises(ValueError, match="the logit check needs torch"):
         convert(source, tmp_path / "checked", check=True, progress=False)
     assert not (tmp_path / "checked").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with one_line_errors():
+        warnings.warn("the head differs")
+    assert capsys.readouterr().err == "warning: the head differs\n"

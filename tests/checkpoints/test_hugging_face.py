@@ -71,6 +71,8 @@ def test_plain_rotary_settings(layout: dict[str, Any]) -> None:
         (dict(num_hidden_layers=...), "config.json lacks the field 'num_hidden_layers'"),
         (dict(rms_norm_eps=None), "'rms_norm_eps'"),
         (dict(num_key_value_heads=3), "got 4 and 3"),
+        (dict(num_attention_heads=0), "num_attention_heads in config.json should be a positive int, got 0"),
+        (dict(hidden_size="64"), "hidden_size in config.json should be a positive int, got '64'"),
     ],
 )
 def test_what_would_run_wrongly_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

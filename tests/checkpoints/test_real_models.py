@@ -20,7 +20,7 @@ NUM_TOKENS = 512
 # Two float32 implementations over tens of layers; logits reach 30, and a wrong frequency or layout moves them by their own size.
 TOLERANCE = 2e-3
 TEXT = " ".join(
-    f"Step {index}: the drafter proposes, the target verifies; {index * 37 % 101} tokens were kept. naïve – 日本語 def f(x): return x**{index}"
+    f"Step {index}: the drafter proposes, the target verifies; {index * 37 % 101} were kept. naïve – 日本語 def f(x): return x**{index}"
     for index in range(40)
 )
 
