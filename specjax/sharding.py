@@ -52,7 +52,7 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis:
         parts = None if axis is None else config.num_kv_heads if path[-1].key == "output" else leaf.shape[axis]
         if axis is None or parts is None or parts % size:
             return NamedSharding(mesh, PartitionSpec())
-        spec = [None] * len(leaf.shape)
+        spec: list[str | None] = [None] * len(leaf.shape)
         spec[axis] = model_axis
         return NamedSharding(mesh, PartitionSpec(*spec))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,7 +43,7 @@ def test_every_row_equals_its_run_alone_in_text_and_in_acceptance() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("library", [np, jnp])
-def test_left_and_right_padded_batches_give_the_text_of_the_lists(side: str, library: object) -> None:
+def test_left_and_right_padded_batches_give_the_text_of_the_lists(side: str, library: Any) -> None:
     width = max(len(prompt) for prompt in PROMPTS)
     tokens, mask = np.full((4, width), 59), np.zeros((4, width), int)
     for row, prompt in enumerate(PROMPTS):
