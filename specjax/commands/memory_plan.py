@@ -42,7 +42,8 @@ class MemoryPlan:
         needed = self.params_bytes + self.cache_bytes
         if self.available_bytes is not None and needed > self.available_bytes:
             raise ValueError(
-                f"weights and caches need {needed / _GIB:.1f} GiB, the device gives this process {self.available_bytes / _GIB:.1f} GiB: use a smaller model, dtype or number of tokens, or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
+                f"weights and caches need {needed / _GIB:.1f} GiB, the device gives this process {self.available_bytes / _GIB:.1f} GiB: "
+                "use a smaller model, dtype or number of tokens, or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
             )
 
 
