@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.committing import commit_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.models.transformer import Transformer
-from specjax.requests import Request, prepare, row_keys
+from specjax.prefill import prefill
+from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
-from specjax.state import Commit, Context, Continuation, DecodeState, Draft, FinishReason, GenerateOutput, PrefillChunk
-from specjax.statistics import Statistics
-from specjax.verification.verify import CheckedVerification, verify
+from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
+from specjax.verification.verify import verify
 
 
 def speculative_generate(
@@ -170,8 +171,9 @@ def decode_step(
     sampling = request.sampling.broadcast(state.num_generated.shape[0])
 
     if drafter is None:
-        draft, drafter_state = _empty_draft(state.num_generated), state.drafter_state
+        draft, drafter_state, feature_layers = Draft.empty(state.num_generated.shape[0]), state.drafter_state, ()
     else:
+        feature_layers = drafter.feature_layers
         draft, drafter_state = drafter.propose(
             drafter_params,
             state.drafter_state,
@@ -183,13 +185,13 @@ def decode_step(
 
     pending = jnp.take_along_axis(state.context.tokens, state.context.length[:, None] - 1, axis=1)
     verified_tokens = jnp.concatenate([pending, draft.tokens], axis=1)
-    output = target.apply({"params": target_params}, verified_tokens, state.target_cache, feature_layers=_feature_layers(drafter))
+    output = target.apply({"params": target_params}, verified_tokens, state.target_cache, feature_layers=feature_layers)
     logits = target.apply({"params": target_params}, output.hidden, method="logits")
     checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
 
     active = state.finish_reason == FinishReason.RUNNING
     state = dataclasses.replace(state, target_cache=output.cache, row_keys=next_keys)
-    state, num_committed = _commit(state, checked, logits, request)
+    state, num_committed = commit_tokens(state, checked, logits, request)
     statistics = state.statistics.record(
         active=active,
         num_drafted=draft.num_drafted,
@@ -200,67 +202,6 @@ def decode_step(
         commit = Commit(context=state.context, num_committed=num_committed, features=output.features)
         drafter_state = drafter.commit(drafter_params, drafter_state, commit)
     return dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
-
-
-def prefill(
-    target: Transformer,
-    drafter: Drafter | None,
-    config: GenerateConfig,
-    target_params: Any,
-    drafter_params: Any,
-    request: Request,
-    continue_from: Continuation | None,
-) -> DecodeState:
-    """Takes in the prompts chunk by chunk and emits each row's first token. Chunks that hold padding alone are not run."""
-    batch_size = request.prompt_lengths.shape[0]
-    capacity = config.cache_capacity
-    context, prompt, start, cache, drafter_state = _starting_point(target, drafter, config, drafter_params, request, continue_from)
-    chunk_size = min(config.prefill_chunk_size, prompt.tokens.shape[1])
-    num_columns = -(-prompt.tokens.shape[1] // chunk_size) * chunk_size
-    padded = jnp.pad(prompt.tokens, ((0, 0), (0, num_columns - prompt.tokens.shape[1])))
-    last_hidden = jnp.zeros((batch_size, target.config.hidden_size), target.dtype)
-
-    def run_chunk(carry):
-        index, cache, drafter_state, last_hidden = carry
-        tokens = lax.dynamic_slice_in_dim(padded, index * chunk_size, chunk_size, axis=1)
-        output = target.apply({"params": target_params}, tokens, cache, feature_layers=_feature_layers(drafter))
-        if drafter is not None:
-            chunk = PrefillChunk(tokens=tokens, start=start + index * chunk_size, features=output.features)
-            drafter_state = drafter.prefill(drafter_params, drafter_state, chunk)
-        offset = prompt.length - 1 - index * chunk_size
-        here = (offset >= 0) & (offset < chunk_size)
-        hidden = jnp.take_along_axis(output.hidden, jnp.clip(offset, 0, chunk_size - 1)[:, None, None], axis=1)[:, 0]
-        return index + 1, output.cache, drafter_state, jnp.where(here[:, None], hidden, last_hidden)
-
-    carry = (jnp.int32(0), cache, drafter_state, last_hidden)
-    if num_columns == chunk_size:
-        carry = run_chunk(carry)
-    else:
-        carry = lax.while_loop(lambda carry: carry[0] * chunk_size < prompt.length.max(), run_chunk, carry)
-    _, cache, drafter_state, last_hidden = carry
-
-    logits = target.apply({"params": target_params}, last_hidden[:, None], method="logits")
-    next_keys, verify_keys = split_row_keys(row_keys(request.rng, batch_size), 2)
-    draft = _empty_draft(start)
-    sampling = request.sampling.broadcast(batch_size)
-    checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
-    num_speculative_tokens = 0 if drafter is None else config.num_speculative_tokens
-    state = DecodeState(
-        context=context,
-        num_generated=jnp.zeros((batch_size,), jnp.int32),
-        finish_reason=jnp.full((batch_size,), FinishReason.RUNNING, jnp.int32),
-        target_cache=cache,
-        drafter_state=drafter_state,
-        row_keys=next_keys,
-        log_probs=jnp.zeros((batch_size, config.max_new_tokens if config.return_log_probs else 0), jnp.float32),
-        statistics=Statistics.zeros(batch_size, num_speculative_tokens, synthetic=drafter is not None and config.verification.synthetic),
-    )
-    assert context.tokens.shape[1] == capacity
-    state, num_committed = _commit(state, checked, logits, request)
-    if drafter is not None:
-        commit = Commit(context=state.context, num_committed=num_committed, features=None)
-        state = dataclasses.replace(state, drafter_state=drafter.commit(drafter_params, state.drafter_state, commit))
-    return state
 
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
@@ -276,73 +217,3 @@ def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
         statistics=state.statistics,
         continuation=Continuation(context=state.context, target_cache=state.target_cache, drafter_state=state.drafter_state),
     )
-
-
-def _starting_point(target, drafter, config, drafter_params, request, continue_from):
-    """The context with the prompts in place, the tokens to take in, where they start, and the caches up to there."""
-    batch_size, width = request.prompt_tokens.shape
-    capacity = config.cache_capacity
-    if continue_from is None:
-        start = jnp.zeros((batch_size,), jnp.int32)
-        tokens = jnp.pad(request.prompt_tokens, ((0, 0), (0, capacity - width)))
-        prompt = Context(tokens=request.prompt_tokens, length=request.prompt_lengths)
-        cache = target.init_cache(batch_size=batch_size, capacity=capacity, sharding=config.cache_sharding)
-        state = None if drafter is None else drafter.init(drafter_params, batch_size=batch_size, capacity=capacity)
-        return Context(tokens=tokens, length=request.prompt_lengths), prompt, start, cache, state
-    earlier = continue_from.context
-    start = earlier.length - 1
-    pending = jnp.take_along_axis(earlier.tokens, start[:, None], axis=1)
-    prompt = Context(tokens=jnp.concatenate([pending, request.prompt_tokens], axis=1), length=request.prompt_lengths + 1)
-    tokens = jnp.pad(earlier.tokens, ((0, 0), (0, capacity - earlier.tokens.shape[1])))
-    tokens = _write_tokens(tokens, earlier.length, request.prompt_tokens, request.prompt_lengths)
-    cache = continue_from.target_cache.grown(capacity).with_finite_values()
-    state = None if drafter is None else drafter.grow(drafter_params, continue_from.drafter_state, earlier, capacity=capacity)
-    return Context(tokens=tokens, length=earlier.length + request.prompt_lengths), prompt, start, cache, state
-
-
-def _commit(state: DecodeState, checked: CheckedVerification, logits: jax.Array, request: Request) -> tuple[DecodeState, jax.Array]:
-    """Appends what was verified, up to an EOS or the row's limit, and rolls the cache back to it. Also returns the count `[B]`."""
-    tokens, stopping = checked.verification.tokens, request.stopping
-    slots = jnp.arange(tokens.shape[1])
-    active = state.finish_reason == FinishReason.RUNNING
-    count = checked.verification.num_accepted + 1 - checked.nonfinite
-    count = jnp.where(active, jnp.minimum(count, stopping.max_new_tokens - state.num_generated), 0)
-    is_eos = (tokens[..., None] == stopping.eos_token_ids).any(axis=-1) & ~stopping.ignore_eos[:, None] & (slots < count[:, None])
-    ends = is_eos.any(axis=1)
-    count = jnp.where(ends, jnp.argmax(is_eos, axis=1) + 1, count).astype(jnp.int32)
-    num_generated = state.num_generated + count
-
-    reason = jnp.where(checked.nonfinite, FinishReason.NONFINITE_LOGITS, FinishReason.RUNNING)
-    reason = jnp.where(num_generated >= stopping.max_new_tokens, FinishReason.LENGTH, reason)
-    reason = jnp.where(ends, FinishReason.EOS, reason)
-    context = Context(tokens=_write_tokens(state.context.tokens, state.context.length, tokens, count), length=state.context.length + count)
-    log_probs = state.log_probs
-    if log_probs.shape[1]:
-        new = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
-        log_probs = _write_tokens(log_probs, state.num_generated, new, count)
-    state = dataclasses.replace(
-        state,
-        context=context,
-        num_generated=num_generated,
-        finish_reason=jnp.where(active, reason, state.finish_reason).astype(jnp.int32),
-        target_cache=state.target_cache.with_length(context.length - 1),
-        log_probs=log_probs,
-    )
-    return state, count
-
-
-def _write_tokens(buffer: jax.Array, start: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
-    """Writes the first `count` `[B]` entries of each row of `new` at `start` `[B]`."""
-    slots = jnp.arange(new.shape[1])
-    index = jnp.where(slots < count[:, None], start[:, None] + slots, buffer.shape[1])
-    rows = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[rows, index].set(new.astype(buffer.dtype), mode="drop")
-
-
-def _empty_draft(like: jax.Array) -> Draft:
-    batch_size = like.shape[0]
-    return Draft(tokens=jnp.zeros((batch_size, 0), jnp.int32), num_drafted=jnp.zeros((batch_size,), jnp.int32), probs=None)
-
-
-def _feature_layers(drafter: Drafter | None) -> tuple[int, ...]:
-    return () if drafter is None else drafter.feature_layers

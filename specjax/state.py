@@ -14,6 +14,7 @@ import enum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specjax.models.kv_cache import KVCache
 from specjax.statistics import Statistics
@@ -48,12 +49,15 @@ class PrefillChunk:
     """A run of prompt positions that the target has just processed, for a drafter to process too.
 
     Attributes:
-        tokens: `[B,C]` int32, standing at positions `start ... start + C - 1`.
+        tokens: `[B,C]` int32, standing at positions `start ... start + C - 1`. Columns behind a row's prompt are padding.
+        next_tokens: `[B,C]` int32, the prompt's token after each: what a drafter on features pairs with them. After a prompt's last token
+            comes the first one emitted, which the `Commit` that ends the prefill brings, with the feature that it pairs with.
         start: `[B]` int32.
         features: `[B,C,*]` the target's residual stream at the drafter's `feature_layers`, or `None` if it asked for none.
     """
 
     tokens: jax.Array
+    next_tokens: jax.Array
     start: jax.Array
     features: jax.Array | None
 
@@ -74,6 +78,11 @@ class Draft:
     num_drafted: jax.Array
     probs: jax.Array | None
 
+    @classmethod
+    def empty(cls, batch_size: int) -> Draft:
+        """No draft positions at all (G = 0): plain decoding."""
+        return cls(tokens=jnp.zeros((batch_size, 0), jnp.int32), num_drafted=jnp.zeros((batch_size,), jnp.int32), probs=None)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +101,13 @@ class Verification:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """What a drafter learns after a verification.
+    """What a drafter learns after a verification, or after the prefill (which verifies one row, the prompt's last token).
 
     Attributes:
         context: The context with the committed tokens.
         num_committed: `[B]` int32, tokens this step added (0 in finished rows).
-        features: `[B,G+1,*]` the target's residual stream for the verified rows (the pending token, then the draft), or `None`. Rows at or
-            beyond `num_committed` belong to rejected tokens.
+        features: `[B,T,*]` the target's residual stream for the T verified rows (the pending token, then the draft), or `None` if the
+            drafter asked for none: row j is the one that committed token j came from. Rows at or beyond `num_committed` count for nothing.
     """
 
     context: Context

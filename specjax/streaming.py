@@ -14,8 +14,9 @@ from jax import lax
 
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
-from specjax.generate import decode_step, finish, is_running, prefill, prepare_call, trim
+from specjax.generate import decode_step, finish, is_running, prepare_call, trim
 from specjax.models.transformer import Transformer
+from specjax.prefill import prefill
 from specjax.state import DecodeState, GenerateOutput
 
 
