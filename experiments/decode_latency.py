@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run decode_latency --record
 Hardware: one H200 (any device works; `model=tiny` on a CPU)
-Time: 2 minutes on an H200
+Time: 4 minutes on an H200
 Result: see "Decode latency" in the README, made from results/decode_latency.json
 
 `modes=decode` times the library's own step (target, head, greedy sampling, commit) with `rows` new positions a sequence: 1 is plain, more
@@ -42,8 +42,9 @@ class Config:
     """Settings.
 
     Attributes:
-        model: The target: a preset's name or a checkpoint's path.
-        drafter: `speculative_step`: "prompt_lookup", a preset's name or a checkpoint's path.
+        model: `decode`, `executions`: a preset's name or a checkpoint's path.
+        pair_target: `speculative_step`: the target, likewise.
+        pair_drafter: `speculative_step`: the drafter, likewise, or "prompt_lookup".
         modes: What to time.
         batches: Sequences in a batch.
         contexts: Tokens in the cache when the loop ends, the last pass's rows included.
@@ -60,8 +61,9 @@ class Config:
     """
 
     model: str = path_field("llama31_8b")
-    drafter: str = path_field("llama32_1b")
-    modes: tuple[str, ...] = ("decode",)
+    pair_target: str = path_field("qwen25_15b")
+    pair_drafter: str = path_field("qwen25_05b")
+    modes: tuple[str, ...] = MODES
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (1024, 16384)
     rows: tuple[int, ...] = (1, 6, 8)
@@ -163,19 +165,25 @@ def run(config: Config) -> Iterator[dict]:
     """One row a batch, context and number of rows (`decode`), or a batch and context (`speculative_step`)."""
     bandwidth = copy_bandwidth(config.copy_mib * 2**20)
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
-    target = load_model(config.model, rng=jax.random.key(0), **options)
-    cases = [Case(target, config, batch, context, bandwidth) for batch in config.batches for context in config.contexts]
-    if "decode" in config.modes:
-        for case in cases:
-            for rows in config.rows:
-                yield decode_row(case, rows)
+
+    def cases(name: str) -> list[Case]:
+        target = load_model(name, rng=jax.random.key(0), **options)
+        return [Case(target, config, batch, context, bandwidth) for batch in config.batches for context in config.contexts]
+
+    if {"decode", "executions"} & set(config.modes):
+        alone = cases(config.model)
+        if "decode" in config.modes:
+            for case in alone:
+                for rows in config.rows:
+                    yield decode_row(case, rows)
+        if "executions" in config.modes:
+            yield executions_row(alone[0])
+        del alone  # the pair needs the memory
     if "speculative_step" in config.modes:
-        draft_model = None if config.drafter == PROMPT_LOOKUP else load_model(config.drafter, rng=jax.random.key(2), **options)
+        draft_model = None if config.pair_drafter == PROMPT_LOOKUP else load_model(config.pair_drafter, rng=jax.random.key(2), **options)
         drafter = PromptLookup() if draft_model is None else DraftModel(draft_model.model)
-        for case in cases:
+        for case in cases(config.pair_target):
             yield speculative_row(case, drafter, draft_model)
-    if "executions" in config.modes:
-        yield executions_row(cases[0])
 
 
 def columns(row: dict) -> dict:

@@ -13,27 +13,35 @@ from experiments.presets import PRESETS, kv_bytes, tiny, weight_bytes_per_pass
 from experiments.timing import count_executions, time_loop
 from specjax import Transformer
 
-SMALL = ("model=tiny", "drafter=prompt_lookup", "rows=3", "num_speculative_tokens=2", "dtype=float32", "copy_mib=1")
+SMALL = (
+    "model=tiny",
+    "pair_target=tiny",
+    "pair_drafter=prompt_lookup",
+    "rows=3",
+    "num_speculative_tokens=2",
+    "dtype=float32",
+    "copy_mib=1",
+)
 SMALL += ("short_steps=1", "long_steps=3", "repeats=3")
 
 
 def test_every_mode_yields_rows_with_their_floor_and_raw_times():
     config = parse_config(decode_latency.Config, [*SMALL, "contexts=64", "modes=decode,speculative_step,executions"])
     rows = list(decode_latency.run(config))
-    assert [row["mode"] for row in rows] == ["decode", "speculative_step", "executions"]
+    assert [row["mode"] for row in rows] == ["decode", "executions", "speculative_step"]
     assert rows[0]["rows"] == 3
-    for row in rows[:2]:
+    decode, executions, step = rows
+    for row in (decode, step):
         assert row["weights"] == "random"
         assert row["cache_capacity"] >= row["context"] == 64
         assert len(row["raw_long_ms"]) == len(row["raw_short_ms"]) == 3
         assert row["ms_per_step_min"] <= row["ms_per_step"] <= row["ms_per_step_max"]
         assert row["floor_ms"] > 0
-    step = rows[1]
     parts = step["propose_ms_per_step"] + step["verification_ms_per_step"] + step["rest_ms"]
     assert parts == pytest.approx(step["ms_per_step"])
     # One call of speculative_generate, several steps, one executable.
-    assert rows[2]["steps"] > 1
-    assert rows[2]["executions"] == 1
+    assert executions["steps"] > 1
+    assert executions["executions"] == 1
 
 
 def test_a_call_of_two_executables_is_counted_as_two():
