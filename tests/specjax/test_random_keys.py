@@ -69,12 +69,15 @@ def test_rows_of_one_prompt_draw_different_texts() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [RejectionSampling(), BlockVerification(), TypicalAcceptance(), SyntheticAcceptance(rates=(0.5, 0.5))],
+    [
+        RejectionSampling(),
+        BlockVerification(),
+        pytest.param(TypicalAcceptance(), marks=pytest.mark.full),
+        pytest.param(SyntheticAcceptance(rates=(0.5, 0.5)), marks=pytest.mark.full),
+    ],
     ids=lambda rule: type(rule).__name__,
 )
-def test_no_key_is_used_twice(rule: Any, full_grid: bool) -> None:
-    if not full_grid and isinstance(rule, TypicalAcceptance | SyntheticAcceptance):
-        return
+def test_no_key_is_used_twice(rule: Any) -> None:
     model, params = random_model(tiny_config(num_layers=1), seed=2)
     config = GenerateConfig(max_new_tokens=8, num_speculative_tokens=2, do_sample=True, verification=rule)
     with jax.debug_key_reuse(True):
