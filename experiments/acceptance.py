@@ -25,8 +25,8 @@ from experiments.experiment import FOLDER, ExperimentError, local_field, path_fi
 from experiments.models import Model, load_model
 from experiments.prompts import encode, load_prompts
 from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, RejectionSampling, SyntheticAcceptance
+from specjax.capacity import bucket
 from specjax.drafting.drafter import Drafter
-from specjax.requests import bucket
 
 PROMPT_LOOKUP = "prompt_lookup"
 

@@ -24,7 +24,7 @@ from experiments.fetch import smollm2
 from experiments.models import default_cache_dir, load_model
 from experiments.prompts import encode
 from specjax import DraftModel, GenerateConfig, PromptLookup
-from specjax.requests import bucket
+from specjax.capacity import bucket
 
 # (whether the answer copies from the prompt, the prompt)
 PROMPTS = (

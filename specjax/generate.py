@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from specjax.committing import commit_tokens
 from specjax.config import GenerateConfig
@@ -49,7 +51,10 @@ def speculative_generate(
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
-    the vocabulary, context plus new tokens within the window and, with `continue_from`, within `cache_capacity` where that is given.
+    the vocabulary, temperature at least 0, top-k at least 0, top-p in (0, 1], and context plus new tokens within the window. Limits are
+    clipped. With `continue_from`, give `cache_capacity`: without it the cache grows by a whole call each time, and each size compiles. It
+    needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and
+    1 + P + `max_new_tokens` + G + 1; a row for which it is too small gets no tokens and `FinishReason.NO_CAPACITY`.
 
     Example:
         >>> config = GenerateConfig(max_new_tokens=128, num_speculative_tokens=5)
@@ -69,15 +74,17 @@ def speculative_generate(
         ignore_eos: Bool, scalar or `[B]`: such rows run to their limit.
         max_new_tokens: Int, scalar or `[B]`: a limit a row, at most `config.max_new_tokens` (the default).
         rng: One key, or `[B]` keys; needed with `do_sample`. Row b of a single key uses `fold_in(rng, b)`.
-        continue_from: An earlier output's `continuation`: its context stands before the prompts, which may then be empty (length 0).
+        continue_from: An earlier output's `continuation`, of the same target and drafter: its context stands before the prompts, which may
+            then be empty (length 0).
 
     Returns:
-        A `GenerateOutput`.
+        A `GenerateOutput`. Its `continuation` holds the caches: drop it where outputs are collected, with
+        `dataclasses.replace(output, continuation=None)`.
 
     Raises:
         ValueError: Empty prompt, prompt and limit beyond the model's window, token or EOS ids outside the vocabulary, a negative or too
-            large limit, temperature negative or NaN, top-p outside (0, 1], negative top-k, a missing key, too small a `cache_capacity`, or
-            a drafter that does not fit (its vocabulary is another).
+            large limit, temperature negative or NaN, top-p outside (0, 1], negative top-k, a missing key, too small a `cache_capacity`, a
+            drafter that does not fit (its vocabulary is another, its window too short), or a continuation of other models.
         TypeError: `rng` is not a key.
 
     Reference: arXiv:2211.17192, arXiv:2302.01318.
@@ -128,13 +135,44 @@ def prepare_call(
     target: Transformer, drafter: Drafter | None, drafter_params: Any, prompt_tokens: Any, *, config: GenerateConfig, **arguments: Any
 ) -> tuple[Request, GenerateConfig]:
     """Checks a call against the target and the drafter; see `specjax.requests.prepare`."""
-    if drafter is not None:
-        drafter.check(drafter_params, vocab_size=target.config.vocab_size)
     draft_length = 0 if drafter is None else config.num_speculative_tokens
     if drafter is None:
         # Not used; another value must not compile another program.
         config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
-    return prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
+    request, static = prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
+    if drafter is not None:
+        drafter.check(drafter_params, target=target.config, max_length=_max_length(request, arguments["continue_from"]))
+    _check_continuation(target, drafter, drafter_params, arguments["continue_from"])
+    return request, static
+
+
+def _max_length(request: Request, continue_from: Continuation | None) -> int | None:
+    """Tokens that the longest row may reach; `None` where that is traced."""
+    lengths = [request.prompt_lengths, request.stopping.max_new_tokens]
+    lengths += [] if continue_from is None else [continue_from.context.length]
+    return None if any(isinstance(x, Tracer) for x in lengths) else int(np.sum([np.asarray(x) for x in lengths], axis=0).max())
+
+
+def _check_continuation(target: Transformer, drafter: Drafter | None, drafter_params: Any, continue_from: Continuation | None) -> None:
+    """A continuation fits the models that made it, and no others."""
+    if continue_from is None:
+        return
+    sizes = {"batch_size": continue_from.context.length.shape[0], "capacity": continue_from.target_cache.capacity}
+    wanted = {"target_cache": jax.eval_shape(lambda: target.init_cache(**sizes))}
+    wanted["drafter_state"] = None if drafter is None else jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))
+    for name, expected in wanted.items():
+        given = jax.tree.map(lambda x: (x.shape, x.dtype), getattr(continue_from, name))
+        expected = jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+        if given != expected:
+            raise ValueError(
+                f"continue_from.{name} comes from a call with another {'target' if name == 'target_cache' else 'drafter'}: "
+                f"expected {_shapes(expected)}, got {_shapes(given)}"
+            )
+
+
+def _shapes(tree: Any) -> str:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple))
+    return f"{len(leaves)} arrays, the first of shape {leaves[0][0]} and dtype {leaves[0][1]}" if leaves else "nothing"
 
 
 def trim(output: GenerateOutput, max_new_tokens: int) -> GenerateOutput:

@@ -71,10 +71,14 @@ def prefill(
     sampling = request.sampling.broadcast(batch_size)
     checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
     num_speculative_tokens = 0 if drafter is None else config.num_speculative_tokens
+    # Concrete lengths were checked before compiling; traced ones can only be caught here. A write beyond the end would land elsewhere.
+    num_chunks = jnp.maximum(-(-prompt.length.max() // chunk_size), 1)
+    decoded = prompt.length + request.stopping.max_new_tokens + num_speculative_tokens + 1
+    fits = start + jnp.maximum(num_chunks * chunk_size, decoded) <= cache.capacity
     state = DecodeState(
         context=context,
         num_generated=jnp.zeros((batch_size,), jnp.int32),
-        finish_reason=jnp.full((batch_size,), FinishReason.RUNNING, jnp.int32),
+        finish_reason=jnp.where(fits, FinishReason.RUNNING, FinishReason.NO_CAPACITY).astype(jnp.int32),
         target_cache=cache,
         drafter_state=drafter_state,
         row_keys=next_keys,

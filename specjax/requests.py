@@ -15,14 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from specjax.capacity import bucket, choose_capacity, slots_needed
 from specjax.config import GenerateConfig, ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Continuation, Stopping
 
-# Capacities are rounded up to a multiple of this.
-_CAPACITY_STEP = 64
 # The EOS ids are padded to a multiple of this, so that another number of them compiles nothing.
 _EOS_STEP = 8
+_THREEFRY = "threefry2x32"
+_NO_KEY = np.zeros((2,), np.uint32)
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +36,7 @@ class Request:
         prompt_lengths: `[B]` int32.
         sampling: Fields `[B]` or scalar.
         stopping: When rows end.
-        rng: One typed key, or `[B]` of them.
+        rng: One key, typed or threefry data `[2]`, or B of them.
     """
 
     prompt_tokens: jax.Array
@@ -45,33 +46,26 @@ class Request:
     rng: jax.Array
 
 
-def bucket(size: int, smallest: int = 16) -> int:
-    """The bucket that `size` falls into: powers of two and the halves between them (16, 24, 32, 48, 64, 96, …).
-
-    So at most a third of a bucket is padding, and a range of sizes compiles a handful of programs.
-    """
-    power = smallest
-    while power < size:
-        if power * 3 // 2 >= size:
-            return power * 3 // 2
-        power *= 2
-    return power
-
-
 def _is_traced(x: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
 
 
-def left_align(tokens: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+def left_align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
     """Turns a padded batch with a mask (Hugging Face's layout, padded left or right) into the `(prompt_tokens, prompt_lengths)` of a call.
 
     Args:
-        tokens: `[B,P]` int.
+        tokens: `[B,P]` int, an array or lists.
         attention_mask: `[B,P]`, nonzero where a token counts. Never guessed from a pad id.
 
     Returns:
-        Tokens `[B,P]` with the counted ones first, in order, and their number `[B]`. NumPy arrays for NumPy input.
+        Tokens `[B,P]` with the counted ones first, in order, and their number `[B]`. NumPy arrays for lists and NumPy input.
+
+    Raises:
+        ValueError: Shapes that disagree.
     """
+    tokens, attention_mask = (x if isinstance(x, jax.Array) else np.asarray(x) for x in (tokens, attention_mask))
+    if tokens.ndim != 2 or tokens.shape != attention_mask.shape:
+        raise ValueError(f"left_align needs tokens and attention_mask of one shape [B,P], got {tokens.shape} and {attention_mask.shape}")
     xp: Any = np if isinstance(tokens, np.ndarray) and isinstance(attention_mask, np.ndarray) else jnp
     counted = attention_mask != 0
     # A stable sort on "does not count" moves the counted tokens to the front and keeps their order.
@@ -111,18 +105,23 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
     tokens, lengths = _prompts(model, prompt_tokens, prompt_lengths, may_be_empty=continue_from is not None)
     batch_size, width = tokens.shape
     limit = _per_row_limit(config, max_new_tokens, batch_size)
-    start = np.zeros((batch_size,), np.int32)
-    if continue_from is not None:
-        start = _continuation_lengths(continue_from, batch_size)
-    _check_window(model, start, lengths, limit)
+    earlier = np.zeros((batch_size,), np.int32) if continue_from is None else _earlier_lengths(continue_from, batch_size)
+    _check_window(model, earlier, lengths, limit)
 
-    traced = _is_traced((tokens, lengths, limit, start))
-    capacity_tokens = config.max_new_tokens
-    if not traced and config.max_new_tokens:
-        width = bucket(width)
-        tokens = np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
-        capacity_tokens = bucket(config.max_new_tokens)
-    capacity = _capacity(config, continue_from, start, width=width, num_new=capacity_tokens, draft_length=draft_length)
+    # A continuation feeds the pending last token of the earlier context once more, in front of the new prompt.
+    pending, present = (0, 0) if continue_from is None else (1, continue_from.target_cache.capacity)
+    start = None if _is_traced(earlier) else int(earlier.max()) - pending
+
+    def needed(width: int, num_new: int) -> int:
+        sizes = {"num_columns": width + pending, "num_new": num_new, "draft_length": draft_length, "chunk_size": config.prefill_chunk_size}
+        return slots_needed(start=start or 0, **sizes)
+
+    num_new, bucketed = config.max_new_tokens, (bucket(width), bucket(config.max_new_tokens))
+    concrete = not _is_traced((tokens, lengths, limit, earlier)) and config.max_new_tokens > 0
+    if concrete and (config.cache_capacity is None or needed(*bucketed) <= config.cache_capacity):
+        tokens = np.pad(tokens, ((0, 0), (0, bucketed[0] - width)))
+        width, num_new = bucketed
+    capacity = choose_capacity(config, needed=needed(width, num_new), present=present, start=start)
     request = Request(
         prompt_tokens=cast(jax.Array, tokens),  # a NumPy array until the jitted call takes it
         prompt_lengths=lengths,
@@ -132,7 +131,7 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
         ),
         rng=_key(rng, config, batch_size),
     )
-    return request, dataclasses.replace(config, max_new_tokens=capacity_tokens, cache_capacity=capacity)
+    return request, dataclasses.replace(config, max_new_tokens=num_new, cache_capacity=capacity)
 
 
 def _check_static(model: ModelConfig, config: GenerateConfig) -> None:
@@ -141,13 +140,10 @@ def _check_static(model: ModelConfig, config: GenerateConfig) -> None:
 
 
 def _prompts(model: ModelConfig, prompt_tokens: Any, prompt_lengths: Any, *, may_be_empty: bool) -> tuple[Any, Any]:
-    is_ragged = isinstance(prompt_tokens, Sequence) and all(isinstance(row, Sequence) for row in prompt_tokens)
-    if is_ragged:
+    if isinstance(prompt_tokens, Sequence) and not _is_traced(prompt_tokens):
         if prompt_lengths is not None:
             raise ValueError("prompt_lengths must be None where prompt_tokens is a list of lists: each list has its length")
-        prompt_lengths = [len(row) for row in prompt_tokens]
-        width = max([1, *prompt_lengths])
-        prompt_tokens = np.array([[*row, *[0] * (width - len(row))] for row in prompt_tokens]).reshape(len(prompt_lengths), width)
+        prompt_tokens, prompt_lengths = _pad_rows(prompt_tokens)
     if not isinstance(prompt_tokens, Tracer):
         prompt_tokens = np.asarray(prompt_tokens)
     if prompt_tokens.ndim != 2 or 0 in prompt_tokens.shape or not jnp.issubdtype(prompt_tokens.dtype, jnp.integer):
@@ -173,6 +169,19 @@ def _prompts(model: ModelConfig, prompt_tokens: Any, prompt_lengths: Any, *, may
     return prompt_tokens.astype(np.int32), lengths
 
 
+def _pad_rows(prompts: Sequence[Any]) -> tuple[np.ndarray, list[int]]:
+    """Rows of ints of any lengths, lists or arrays, as one array."""
+    rows = [np.asarray(row) for row in prompts]
+    for index, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ValueError(f"prompt {index} must be a list of ints, got {prompts[index]!r}")
+    lengths = [len(row) for row in rows]
+    padded = np.zeros((len(rows), max([1, *lengths])), np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded, lengths
+
+
 def _per_row(value: Any, batch_size: int, dtype: Any, name: str) -> Any:
     """A scalar or `[B]` as `[B]`."""
     traced = _is_traced(value)
@@ -187,52 +196,34 @@ def _per_row(value: Any, batch_size: int, dtype: Any, name: str) -> Any:
 
 def _per_row_limit(config: GenerateConfig, max_new_tokens: Any, batch_size: int) -> Any:
     limit = _per_row(config.max_new_tokens if max_new_tokens is None else max_new_tokens, batch_size, np.int32, "max_new_tokens")
-    if not _is_traced(limit) and (limit.min() < 0 or limit.max() > config.max_new_tokens):
+    if _is_traced(limit):
+        return jnp.clip(limit, 0, config.max_new_tokens)
+    if limit.min() < 0 or limit.max() > config.max_new_tokens:
         raise ValueError(
             f"max_new_tokens must be from 0 to GenerateConfig.max_new_tokens = {config.max_new_tokens} in each row, got {limit.tolist()}"
         )
     return limit
 
 
-def _continuation_lengths(continue_from: Continuation, batch_size: int) -> Any:
+def _earlier_lengths(continue_from: Continuation, batch_size: int) -> Any:
+    if not isinstance(continue_from, Continuation):
+        raise ValueError(f"continue_from must be an earlier output's `continuation`, got {type(continue_from).__name__}")
     length = continue_from.context.length
     if length.shape != (batch_size,):
         raise ValueError(f"continue_from holds {length.shape[0]} rows, prompt_tokens {batch_size}")
-    # The pending token is fed again, in front of the new prompt.
-    return length - 1 if _is_traced(length) else np.asarray(length) - 1
+    return length if _is_traced(length) else np.asarray(length)
 
 
-def _check_window(model: ModelConfig, start: Any, lengths: Any, limit: Any) -> None:
-    if _is_traced((start, lengths, limit)):
+def _check_window(model: ModelConfig, earlier: Any, lengths: Any, limit: Any) -> None:
+    if _is_traced((earlier, lengths, limit)):
         return
     window = model.max_position_embeddings
-    for row, (before, length, new) in enumerate(zip(start, lengths, limit, strict=True)):
+    for row, (before, length, new) in enumerate(zip(earlier, lengths, limit, strict=True)):
         if before + length + new > window:
-            earlier = f" after {before + 1} earlier ones" if before else ""
+            after = f" after {before} earlier ones" if before else ""
             raise ValueError(
-                f"row {row}: a prompt of {length} tokens{earlier} and up to {new} new ones exceed the model's window of {window} tokens"
+                f"row {row}: a prompt of {length} tokens{after} and up to {new} new ones exceed the model's window of {window} tokens"
             )
-
-
-def _capacity(
-    config: GenerateConfig, continue_from: Continuation | None, start: Any, *, width: int, num_new: int, draft_length: int
-) -> int:
-    """Slots for the context, the last draft and the padding of the last prefill chunk."""
-    pending = 0 if continue_from is None else 1
-    chunk = min(config.prefill_chunk_size, width + pending)
-    padded = -(-(width + pending) // chunk) * chunk
-    needed = max(padded, width + pending + num_new + draft_length + 1)
-    present = 0 if continue_from is None else continue_from.target_cache.capacity
-    # Traced lengths may be anything up to what the cache holds.
-    needed += present if _is_traced(start) and config.cache_capacity is None else 0 if _is_traced(start) else int(start.max(initial=0))
-    if config.cache_capacity is not None and config.cache_capacity < needed and not _is_traced(start):
-        raise ValueError(
-            f"GenerateConfig.cache_capacity = {config.cache_capacity} slots are too few: this call needs {needed} "
-            f"(prompt padded to {padded}, {num_new} new tokens, a draft of {draft_length} and the token before it)"
-        )
-    if present >= needed:
-        return present
-    return max(config.cache_capacity or 0, present, -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP if config.cache_capacity is None else 0)
 
 
 def _eos(model: ModelConfig, eos_token_ids: Any) -> Any:
@@ -262,9 +253,11 @@ def _sampling(sampling: SamplingParams | None, batch_size: int) -> SamplingParam
             fields[name] = value
             continue
         array = np.asarray(value)
-        fits = array.shape in ((), (batch_size,)) and (dtype != np.int32 or np.issubdtype(array.dtype, np.integer))
-        if not fits or not np.issubdtype(array.dtype, np.number) or not np.all(is_valid(array)):
+        fits = array.shape in ((), (batch_size,)) and (dtype != np.int32 or jnp.issubdtype(array.dtype, jnp.integer))
+        if not fits or not jnp.issubdtype(array.dtype, jnp.number) or not np.all(is_valid(array)):
             raise ValueError(f"SamplingParams.{name} must be {expected}, a scalar or one for each of {batch_size} rows, got {value!r}")
+        if dtype == np.int32:
+            array = np.minimum(array, np.iinfo(np.int32).max)
         fields[name] = np.broadcast_to(array, (batch_size,)).astype(dtype)
     return SamplingParams(**fields)
 
@@ -273,22 +266,32 @@ def _key(rng: Any, config: GenerateConfig, batch_size: int) -> Any:
     if rng is None:
         if config.do_sample:
             raise ValueError("do_sample=True needs rng, a key from jax.random.key(seed)")
-        return np.zeros((2,), np.uint32)
+        return _NO_KEY
     is_array = isinstance(rng, jax.Array | np.ndarray)
     typed = is_array and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
     legacy = is_array and rng.dtype == np.uint32 and rng.shape[-1:] == (2,)
     if not typed and not legacy:
-        raise TypeError(f"rng must be a key such as jax.random.key(0), or one for each row, got {type(rng).__name__} {rng!r}")
+        raise TypeError(
+            f"rng must be a key such as jax.random.key(0), or one for each row (old-style uint32 keys must be threefry's), "
+            f"got {type(rng).__name__} {rng!r}"
+        )
     shape = rng.shape if typed else rng.shape[:-1]
     if shape not in ((), (batch_size,)):
         raise ValueError(f"rng must be one key or {batch_size} of them, one for each row, got shape {shape}")
-    return rng
+    # Greedy decoding draws nothing: with and without a key it is one program.
+    return rng if config.do_sample or config.verification.synthetic else _NO_KEY
 
 
 def row_keys(rng: jax.Array, batch_size: int) -> jax.Array:
-    """One typed key a row `[B]`: `fold_in(rng, row)` of a single key, or the keys themselves."""
+    """One threefry key a row `[B]`: `fold_in(rng, row)` of a single key, or the keys themselves.
+
+    Keys of another kind seed threefry ones: under `vmap`, which draws for each row here, others draw everything from the first row's key.
+    """
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        rng = jax.random.wrap_key_data(jnp.asarray(rng), impl="threefry2x32")
+        rng = jax.random.wrap_key_data(jnp.asarray(rng), impl=_THREEFRY)
+    elif rng.dtype != jax.eval_shape(lambda: jax.random.key(0, impl=_THREEFRY)).dtype:
+        bits = jax.lax.map(lambda key: jax.random.bits(key, (2,), jnp.uint32), jnp.atleast_1d(rng))
+        rng = jax.random.wrap_key_data(bits.reshape(*rng.shape, 2), impl=_THREEFRY)
     if rng.ndim == 1:
         return rng
     return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(batch_size))

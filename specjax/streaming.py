@@ -17,7 +17,7 @@ from specjax.drafting.drafter import Drafter
 from specjax.generate import decode_step, finish, is_running, prepare_call, trim
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
-from specjax.state import DecodeState, GenerateOutput
+from specjax.state import DecodeState, FinishReason, GenerateOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _updates(models: tuple, continue_from: Any, steps_per_update: int, max_new_t
     delivered = np.zeros_like(np.asarray(state.num_generated))
     while True:
         new_tokens, delivered = _new_tokens(state, delivered)
-        if not bool(is_running(state)):
+        if not (np.asarray(state.finish_reason) == FinishReason.RUNNING).any():
             yield StreamUpdate(new_tokens, trim(_finish(state, static), max_new_tokens))
             return
         yield StreamUpdate(new_tokens, None)

@@ -93,7 +93,7 @@ class ReplayDrafter:
     random_flips: bool = False
     feature_layers = ()
 
-    def check(self, params: Any, *, vocab_size: int) -> None:
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """Fits every target."""
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """Attention of a few new rows over a cache: the specification, in plain jnp.
 
-Scores and softmax are float32. Memory: one float32 score array `[B,K,G*T,S]` (G query heads a key/value head).
+Scores and softmax are float32. Memory: one float32 score array `[B,N,T,S]`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ def cached_attention_reference(
     group_size = num_heads // num_kv_heads
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
-    # Rows of one key/value head lie together, so that both products are batched over (B, K) alone.
-    q_bkgth = query.reshape(batch_size, num_rows, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
-    q_bkxh = q_bkgth.reshape(batch_size, num_kv_heads, group_size * num_rows, head_dim)
+    # m: query heads of one key/value head. Its rows lie together, so that both products are batched over (B, K) alone.
+    q_bkmth = query.reshape(batch_size, num_rows, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
+    q_bkxh = q_bkmth.reshape(batch_size, num_kv_heads, group_size * num_rows, head_dim)
     scores_bkxs = jnp.einsum("bkxh,bksh->bkxs", q_bkxh, keys, precision=precision, preferred_element_type=jnp.float32)
-    scores_bkgts = scores_bkxs.reshape(batch_size, num_kv_heads, group_size, num_rows, capacity) * scale
+    scores_bkmts = scores_bkxs.reshape(batch_size, num_kv_heads, group_size, num_rows, capacity) * scale
 
     visible = visible_slots(length, num_rows, capacity, step_mask)
-    scores_bkgts = jnp.where(visible[:, None, None], scores_bkgts, -jnp.inf)
-    weights_bkgts = jax.nn.softmax(scores_bkgts, axis=-1)
-    weights_bkxs = weights_bkgts.reshape(batch_size, num_kv_heads, group_size * num_rows, capacity).astype(values.dtype)
+    scores_bkmts = jnp.where(visible[:, None, None], scores_bkmts, -jnp.inf)
+    weights_bkmts = jax.nn.softmax(scores_bkmts, axis=-1)
+    weights_bkxs = weights_bkmts.reshape(batch_size, num_kv_heads, group_size * num_rows, capacity).astype(values.dtype)
     out_bkxh = jnp.einsum("bkxs,bksh->bkxh", weights_bkxs, values, precision=precision, preferred_element_type=jnp.float32)
-    out_bkgth = out_bkxh.reshape(batch_size, num_kv_heads, group_size, num_rows, head_dim)
-    return out_bkgth.transpose(0, 3, 1, 2, 4).reshape(batch_size, num_rows, num_heads, head_dim).astype(query.dtype)
+    out_bkmth = out_bkxh.reshape(batch_size, num_kv_heads, group_size, num_rows, head_dim)
+    return out_bkmth.transpose(0, 3, 1, 2, 4).reshape(batch_size, num_rows, num_heads, head_dim).astype(query.dtype)
 
 
 def visible_slots(length: jax.Array, num_rows: int, capacity: int, step_mask: jax.Array | None) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from specjax.capacity import bucket
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
 from specjax.checkpoints.tokenizer_check import check_same_tokenizer
@@ -20,7 +21,6 @@ from specjax.config import GenerateConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.prompt_lookup import PromptLookup
-from specjax.requests import bucket
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.state import FinishReason
 from specjax.statistics import Statistics

@@ -8,11 +8,13 @@ serves a row whose whole draft was accepted (the cache lacks the last draft toke
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.config import ModelConfig
 from specjax.drafting.heads import DraftHead, FullHead
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
@@ -37,13 +39,18 @@ class DraftModel:
     head: DraftHead = FullHead()
     feature_layers = ()
 
-    def check(self, params: Any, *, vocab_size: int) -> None:
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """See `Drafter.check`."""
-        if self.model.config.vocab_size != vocab_size:
+        config = self.model.config
+        if config.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the draft model has a vocabulary of {self.model.config.vocab_size} tokens, the target one of {vocab_size}: "
+                f"the draft model has a vocabulary of {config.vocab_size} tokens, the target one of {target.vocab_size}: "
                 "they must be the same"
             )
+        if max_length is not None and max_length > config.max_position_embeddings:
+            raise ValueError(f"the draft model's window is {config.max_position_embeddings} tokens, this call may reach {max_length}")
+        if not isinstance(params, Mapping) or "embedding" not in params:
+            raise ValueError(f"drafter_params must be the draft model's params, got {type(params).__name__}")
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> KVCache:
         """See `Drafter.init`."""
@@ -53,7 +60,7 @@ class DraftModel:
         """See `Drafter.grow`."""
         state = state.grown(capacity).with_finite_values()
         # Where the last draft was accepted whole, no pass has seen its last token, and what is to follow will attend to it.
-        start = jnp.maximum(context.length - 2, 0)
+        start = _first_of_last_two(context)
         tokens = jnp.take_along_axis(context.tokens, start[:, None], axis=1)
         return self.model.apply({"params": params}, tokens, state.with_length(start)).cache
 
@@ -72,7 +79,7 @@ class DraftModel:
         row_keys: jax.Array,
     ) -> tuple[Draft, KVCache]:
         """See `Drafter.propose`."""
-        start = context.length - 2
+        start = _first_of_last_two(context)
         inputs = jnp.take_along_axis(context.tokens, start[:, None] + jnp.arange(2), axis=1)
         cache = state.with_length(start)
         keys = split_row_keys(row_keys, num_speculative_tokens)
@@ -99,4 +106,9 @@ class DraftModel:
 
     def commit(self, params: Any, state: KVCache, commit: Commit) -> KVCache:
         """See `Drafter.commit`. The rollback is a length."""
-        return state.with_length(commit.context.length - 2)
+        return state.with_length(_first_of_last_two(commit.context))
+
+
+def _first_of_last_two(context: Context) -> jax.Array:
+    """`[B]` int32. A finished row may hold a single token; whatever is drafted for it counts for nothing."""
+    return jnp.maximum(context.length - 2, 0)

@@ -1,4 +1,4 @@
-"""What a drafter is: anything with `init`, `prefill`, `propose` and `commit`.
+"""What a drafter is: anything with `feature_layers`, `check`, `init`, `grow`, `prefill`, `propose` and `commit`.
 
 A drafter is a frozen, hashable dataclass (static under jit). Its arrays are its params (an argument of the call) and its state (a pytree in
 the loop's carry); it is free to choose both.
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
+from specjax.config import ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Commit, Context, Draft, PrefillChunk
 
@@ -27,8 +28,17 @@ class Drafter(Protocol):
         """Boundaries of the target that the drafter reads."""
         ...
 
-    def check(self, params: Any, *, vocab_size: int) -> None:
-        """Raises `ValueError` if the drafter does not fit a target of V = `vocab_size`. Called before anything is compiled."""
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
+        """Refuses what does not fit, before anything is compiled.
+
+        Args:
+            params: The drafter's params.
+            target: The target's shape.
+            max_length: Longest context that the call may reach, in tokens; `None` where lengths are traced.
+
+        Raises:
+            ValueError: The drafter does not fit the target, its params do not fit it, or its own window is shorter.
+        """
         ...
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> Any:
@@ -61,7 +71,7 @@ class Drafter(Protocol):
         Args:
             params: The drafter's params.
             state: The drafter's state.
-            context: At least two tokens a row: a prompt and the first token emitted after it.
+            context: At least two tokens in every row that is still running: a prompt and the first token emitted after it.
             num_speculative_tokens: G, static.
             sampling: Fields `[B]`, or `None` for greedy (then `Draft.probs` is `None`).
             row_keys: `[B]` typed keys.

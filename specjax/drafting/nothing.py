@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.config import ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Commit, Context, Draft, PrefillChunk
 
@@ -23,7 +24,7 @@ class NoDraft:
 
     feature_layers = ()
 
-    def check(self, params: Any, *, vocab_size: int) -> None:
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """See `Drafter.check`; fits every target."""
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.config import ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Commit, Context, Draft, PrefillChunk
 
@@ -36,7 +37,7 @@ class PromptLookup:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(f"PromptLookup needs 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
 
-    def check(self, params: Any, *, vocab_size: int) -> None:
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """See `Drafter.check`; fits every target."""
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> None:

@@ -86,8 +86,8 @@ def write_layer(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes T new positions a row into one layer's arrays, in place inside a jitted loop.
 
-    A position whose value is not finite gets a zero value and a NaN key: whatever attends to it still becomes NaN, and whatever does not
-    is left alone (a zero attention weight times NaN would be NaN).
+    A component of a value that is not finite becomes zero, and the key's component NaN: whatever attends to that position still becomes
+    NaN, and whatever does not is left alone (a zero attention weight times NaN would be NaN).
 
     Args:
         keys: `[B,K,S,H]`.
@@ -112,10 +112,15 @@ def _write_rows(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array
 
 def _write_unrolled(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     if cache.shape[0] > _MAX_UNROLLED_ROWS:
-        return jax.vmap(lambda c, n, s: lax.dynamic_update_slice(c, n, (0, s, 0)))(cache, new, start)
+        return jax.vmap(lambda c, n, s: lax.dynamic_update_slice_in_dim(c, n, s, axis=1))(cache, new, start)
     for row in range(cache.shape[0]):
-        cache = lax.dynamic_update_slice(cache, new[row : row + 1], (row, 0, start[row], 0))
+        cache = _write_row(cache, new[row : row + 1], jnp.int32(row), start[row])
     return cache
+
+
+def _write_row(cache: jax.Array, new: jax.Array, row: jax.Array, start: jax.Array) -> jax.Array:
+    zero = jnp.int32(0)  # all indices of one type, under jax_enable_x64 too
+    return lax.dynamic_update_slice(cache, new, (row, zero, start, zero))
 
 
 def _write_in_loop(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -124,10 +129,10 @@ def _write_in_loop(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Ar
     XLA's CPU compiler fuses a bare update of a batch of one twice (into the carry, and into the attention that reads it) and then copies
     the cache to keep the two apart. It does not look into a loop whose length it cannot see.
     """
-    num_rows = jnp.where(start[0] >= 0, cache.shape[0], 0)
+    num_rows = jnp.where(start[0] > jnp.iinfo(jnp.int32).min, jnp.int32(cache.shape[0]), 0)  # always all of them
 
     def write(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         row, cache = carry
-        return row + 1, lax.dynamic_update_slice(cache, lax.dynamic_slice_in_dim(new, row, 1), (row, 0, start[row], 0))
+        return row + 1, _write_row(cache, lax.dynamic_slice_in_dim(new, row, 1), row, start[row])
 
     return lax.while_loop(lambda carry: carry[0] < num_rows, write, (jnp.int32(0), cache))[1]

@@ -159,8 +159,13 @@ class Transformer(nn.Module):
 
         Returns:
             A `TransformerOutput`.
+
+        Raises:
+            ValueError: A feature layer outside 0 ... L.
         """
         cfg = self.config
+        if any(not 0 <= index <= cfg.num_layers for index in feature_layers):
+            raise ValueError(f"feature_layers must be boundaries from 0 to {cfg.num_layers}, got {feature_layers}")
         length = cache.length
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions)
@@ -174,7 +179,7 @@ class Transformer(nn.Module):
             all_values.append(values)
         captured[cfg.num_layers] = x
         features = jnp.concatenate([captured[index] for index in feature_layers], axis=-1) if feature_layers else None
-        cache = KVCache(tuple(all_keys), tuple(all_values), length + tokens.shape[1])
+        cache = dataclasses.replace(cache, keys=tuple(all_keys), values=tuple(all_values), length=length + tokens.shape[1])
         return TransformerOutput(hidden=self.final_norm(x), cache=cache, features=features)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """What a verification rule is.
 
 A rule decides which draft tokens stay. It is a frozen, hashable dataclass (static under jit) and is called with the distributions of the
-target; with greedy decoding no rule is asked, since all of them keep the longest prefix that equals the target's arg-max
+target. With greedy decoding no rule but a synthetic one is asked, since all others keep the longest prefix that equals the target's arg-max
 (`specjax.verification.verify`).
 """
 

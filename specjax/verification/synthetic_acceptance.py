@@ -55,15 +55,12 @@ class SyntheticAcceptance:
         return cls(rates=((low + high) / 2,) * num_speculative_tokens)
 
     def __call__(self, draft: Draft, target_probs: jax.Array, row_keys: jax.Array) -> Verification:
-        """See `VerificationRule`."""
-        return self.verify_greedy(draft, jnp.argmax(target_probs, axis=-1).astype(jnp.int32), row_keys)
-
-    def verify_greedy(self, draft: Draft, target_tokens: jax.Array, row_keys: jax.Array) -> Verification:
-        """The same from the target's arg-max tokens `[B,G+1]`, so that greedy timing runs form no probabilities."""
+        """See `VerificationRule`; only the arg-max of the target's distributions is used."""
         if len(self.rates) != draft.tokens.shape[1]:
             raise ValueError(f"SyntheticAcceptance has {len(self.rates)} rates for drafts of {draft.tokens.shape[1]} tokens")
         (accept_keys,) = split_row_keys(row_keys, 1)
         accepted = uniforms(accept_keys, draft) < jnp.asarray(self.rates)
         num_accepted = leading_true(accepted & drafted_mask(draft))
+        target_tokens = jnp.argmax(target_probs, axis=-1).astype(jnp.int32)
         next_token = jnp.take_along_axis(target_tokens, num_accepted[:, None], axis=1)[:, 0]
         return assemble(draft, num_accepted, next_token)

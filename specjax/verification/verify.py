@@ -11,7 +11,6 @@ from specjax.sampling import SamplingParams, filtered_probs, sample_from_probs
 from specjax.state import Draft, Verification
 from specjax.verification.rejection_sampling import assemble, drafted_mask, leading_true
 from specjax.verification.rule import VerificationRule
-from specjax.verification.synthetic_acceptance import SyntheticAcceptance
 
 
 @jax.tree_util.register_dataclass
@@ -50,14 +49,12 @@ def verify(
     draft = dataclasses.replace(draft, num_drafted=jnp.minimum(draft.num_drafted, leading_true(finite)))
     if draft.tokens.shape[1] == 0:
         verification = _without_draft(draft, target_logits, sampling, row_keys, do_sample=do_sample)
-    elif do_sample and not rule.synthetic:
+    elif rule.synthetic:
+        verification = rule(draft, jax.nn.softmax(target_logits, axis=-1), row_keys)
+    elif do_sample:
         verification = rule(draft, filtered_probs(target_logits, sampling), row_keys)
     else:
-        target_tokens = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
-        if isinstance(rule, SyntheticAcceptance):
-            verification = rule.verify_greedy(draft, target_tokens, row_keys)
-        else:
-            verification = verify_greedy(draft, target_tokens)
+        verification = verify_greedy(draft, jnp.argmax(target_logits, axis=-1).astype(jnp.int32))
     nonfinite = ~jnp.take_along_axis(finite, verification.num_accepted[:, None], axis=1)[:, 0]
     return CheckedVerification(verification=verification, nonfinite=nonfinite)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import GenerateConfig, PromptLookup, SamplingParams, speculative_generate
+from specjax.capacity import bucket
 from specjax.generate import _generate, prepare_call
-from specjax.requests import bucket
 from tests.helpers import NUM_TOKENS, greedy_text, random_model, random_prompts, tiny_config, tiny_target
 
 PROMPT_LENGTHS = (3, 5, 8, 13, 16, 17, 21, 24, 30, 40, 55, 64, 80, 100, 130, 170, 200)

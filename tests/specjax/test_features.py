@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import DraftModel, GenerateConfig, speculative_generate
+from specjax import DraftModel, GenerateConfig, ModelConfig, speculative_generate
 from specjax.state import Commit, Context, PrefillChunk
 from tests.helpers import FLOAT32_TOLERANCE, random_prompts, tiny_draft_model, tiny_target
 
@@ -23,7 +23,7 @@ class FeatureRecorder:
     width: int
     feature_layers = LAYERS
 
-    def check(self, params: Any, *, vocab_size: int) -> None:
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """As the draft model's."""
 
     def init(self, params: Any, *, batch_size: int, capacity: int) -> tuple:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from specjax import GenerateConfig, generate, speculative_generate
+from specjax.capacity import bucket
 from specjax.models.rope import rotary_angles
-from specjax.requests import bucket, prepare
+from specjax.requests import prepare
 from tests.helpers import ReplayDrafter, greedy_text, random_model, random_prompts, recorded, tiny_config, tiny_target
 
 FULL_PROMPT = random_prompts((60,), seed=4)

@@ -1,0 +1,62 @@
+"""Sizes that a program is compiled for: buckets for what varies from call to call, and the cache slots that a call needs."""
+
+from __future__ import annotations
+
+from specjax.config import GenerateConfig
+
+# Capacities are rounded up to a multiple of this.
+_STEP = 64
+
+
+def bucket(size: int, smallest: int = 16) -> int:
+    """The bucket that `size` falls into.
+
+    Powers of two and the halves between them (16, 24, 32, 48, 64, 96, …): at most a third of a bucket is padding, and a range of sizes
+    compiles a handful of programs.
+    """
+    power = smallest
+    while power < size:
+        if power * 3 // 2 >= size:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: int, chunk_size: int) -> int:
+    """Cache slots that a call writes in a row, at most.
+
+    Args:
+        start: Slots that an earlier call filled.
+        num_columns: Width of the tokens that the prefill takes in.
+        num_new: Most new tokens.
+        draft_length: G.
+        chunk_size: The prefill's; its last chunk is written whole.
+    """
+    chunk_size = min(chunk_size, num_columns)
+    padded = -(-num_columns // chunk_size) * chunk_size
+    # + 1: the pending token stands before the draft.
+    return start + max(padded, num_columns + num_new + draft_length + 1)
+
+
+def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start: int | None) -> int:
+    """How many slots to allocate.
+
+    Args:
+        config: Its `cache_capacity`, if given, is taken.
+        needed: Slots that the call needs; a lower bound where `start` is traced.
+        present: Slots of the cache that an earlier call left; 0 without one.
+        start: Slots that it filled; `None` if that is traced, and so may be anything up to `present`.
+
+    Raises:
+        ValueError: `cache_capacity` is too small.
+    """
+    if config.cache_capacity is None:
+        needed += present if start is None else 0
+        return present if present >= needed else -(-needed // _STEP) * _STEP
+    if needed > max(config.cache_capacity, present):
+        earlier = f" after {start} earlier tokens" if start else ""
+        raise ValueError(
+            f"GenerateConfig.cache_capacity = {config.cache_capacity} slots are too few: this call needs {needed}{earlier}, "
+            "for its prompt, new tokens and one draft"
+        )
+    return max(config.cache_capacity, present)
