@@ -59,7 +59,7 @@ class Config:
     drafter: str = path_field(PROMPT_LOOKUP)
     data_dir: str = path_field("")
     sets: tuple[str, ...] = ("humaneval", "gsm8k", "sum", "mt_bench", "alpaca", "qa")
-    prompts_per_set: int | None = 20
+    prompts_per_set: int | None = 6
     new_tokens: int = 128
     num_speculative_tokens: int = 5
     temperature: float = 0.0
@@ -233,6 +233,8 @@ def columns(row: dict) -> dict:
         "mean acceptance length": row["mean_acceptance_length"],
         "tokens/s": row["tokens_per_s"],
         "tokens/s without": row["tokens_per_s_autoregressive"],
+        "ms a step": None if "seconds" not in row else 1e3 * row["seconds"] / row["steps"],
+        "ms a plain step": 1e3 / row["tokens_per_s_autoregressive"],
         "speed-up": f"{row['speedup']:.2f} ×",
         "equal to plain": row["greedy_equal_to_plain"],
         "equal to padded plain": row["greedy_equal_to_padded_plain"],

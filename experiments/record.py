@@ -96,6 +96,8 @@ def check_row(row: dict) -> dict:
 def collect(record: Record, rows: Iterable[dict], path: Path) -> Iterator[dict]:
     """Passes rows on and keeps what is there so far in `PATH.partial`; the last row replaces `path`, so a run that fails destroys nothing.
 
+    What stands in `PATH.partial` says `"interrupted": true`, and the report repeats it, should it be kept as a result.
+
     Args:
         record: The run.
         rows: What the experiment yields.
@@ -105,7 +107,7 @@ def collect(record: Record, rows: Iterable[dict], path: Path) -> Iterator[dict]:
     done: list[dict] = []
     for row in rows:
         done.append(check_row(row))
-        write_json(partial, record.as_json(done))
+        write_json(partial, record.as_json(done) | {"interrupted": True})
         yield done[-1]
     write_json(path, record.as_json(done))
     partial.unlink(missing_ok=True)

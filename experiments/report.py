@@ -82,6 +82,8 @@ def markdown(result: dict, file_name: str) -> str:
     sha, dash, state = result["git_sha"].partition("-")  # "dirty", where the tree had changes
     where = f"{count}{device['kind']}, JAX {versions['jax']}, weights {weights}, commit {sha[:8]}{dash}{state}"
     origin = f"From {source}: {where}; `{result['command']}`."
+    if result.get("interrupted"):
+        origin += " The run was interrupted: these are the rows that it finished."
     return "\n".join([*tables, origin, ""])
 
 

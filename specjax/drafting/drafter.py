@@ -84,3 +84,24 @@ class Drafter(Protocol):
     def commit(self, params: Any, state: Any, commit: Commit) -> Any:
         """Brings the state in line with what was committed, which may be less than was drafted, or go back several steps."""
         ...
+
+
+class StatelessDrafter:
+    """Base of drafters that need nothing but the context: no params, no state, no features. What is left to write is `propose`."""
+
+    feature_layers = ()
+
+    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
+        """Fits every target."""
+
+    def init(self, params: Any, *, batch_size: int, capacity: int) -> None:
+        """See `Drafter.init`."""
+
+    def grow(self, params: Any, state: None, context: Context, *, capacity: int) -> None:
+        """See `Drafter.grow`."""
+
+    def prefill(self, params: Any, state: None, chunk: PrefillChunk) -> None:
+        """See `Drafter.prefill`."""
+
+    def commit(self, params: Any, state: None, commit: Commit) -> None:
+        """See `Drafter.commit`."""

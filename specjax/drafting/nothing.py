@@ -13,28 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
+from specjax.drafting.drafter import StatelessDrafter
 from specjax.sampling import SamplingParams
-from specjax.state import Commit, Context, Draft, PrefillChunk
+from specjax.state import Context, Draft
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDraft:
+class NoDraft(StatelessDrafter):
     """Never proposes a token; its params are `None`."""
-
-    feature_layers = ()
-
-    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
-        """See `Drafter.check`; fits every target."""
-
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> None:
-        """See `Drafter.init`."""
-
-    def grow(self, params: Any, state: None, context: Context, *, capacity: int) -> None:
-        """See `Drafter.grow`."""
-
-    def prefill(self, params: Any, state: None, chunk: PrefillChunk) -> None:
-        """See `Drafter.prefill`."""
 
     def propose(
         self,
@@ -50,6 +36,3 @@ class NoDraft:
         batch_size = context.length.shape[0]
         tokens = jnp.zeros((batch_size, num_speculative_tokens), jnp.int32)
         return Draft(tokens=tokens, num_drafted=jnp.zeros((batch_size,), jnp.int32), probs=None), None
-
-    def commit(self, params: Any, state: None, commit: Commit) -> None:
-        """See `Drafter.commit`."""

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
+from specjax.drafting.drafter import StatelessDrafter
 from specjax.sampling import SamplingParams
-from specjax.state import Commit, Context, Draft, PrefillChunk
+from specjax.state import Context, Draft
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(StatelessDrafter):
     """Drafts by n-gram match in the context; its params are `None`.
 
     Attributes:
@@ -31,23 +31,10 @@ class PromptLookup:
 
     max_ngram: int = 3
     min_ngram: int = 1
-    feature_layers = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(f"PromptLookup needs 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
-
-    def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
-        """See `Drafter.check`; fits every target."""
-
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> None:
-        """See `Drafter.init`; the context is all it needs."""
-
-    def grow(self, params: Any, state: None, context: Context, *, capacity: int) -> None:
-        """See `Drafter.grow`."""
-
-    def prefill(self, params: Any, state: None, chunk: PrefillChunk) -> None:
-        """See `Drafter.prefill`."""
 
     def propose(
         self,
@@ -63,9 +50,6 @@ class PromptLookup:
         source, num_drafted = self._find(context, num_speculative_tokens)
         index = jnp.minimum(source[:, None] + jnp.arange(num_speculative_tokens), context.tokens.shape[1] - 1)
         return Draft(tokens=jnp.take_along_axis(context.tokens, index, axis=1), num_drafted=num_drafted, probs=None), None
-
-    def commit(self, params: Any, state: None, commit: Commit) -> None:
-        """See `Drafter.commit`."""
 
     def _find(self, context: Context, num_speculative_tokens: int) -> tuple[jax.Array, jax.Array]:
         """Where to copy from `[B]`, and how many tokens `[B]`."""

@@ -32,8 +32,6 @@ README = "before\n<!-- results:quickstart -->\nstale\n<!-- /results:quickstart -
 
 
 def test_the_readme_agrees_with_the_recorded_results():
-    if not report.README.exists():
-        pytest.skip("no README yet")
     text = report.README.read_text(encoding="utf-8")
     assert report.rewritten(text, RESULTS) == text, "run python -m experiments.report"
 
@@ -46,6 +44,11 @@ def test_a_table_is_made_between_its_markers_with_its_source(tmp_path):
     assert "results/quickstart.json): abacus, JAX 1.2.3, weights random, commit 01234567; `python -m experiments.run quickstart`." in text
     assert text.endswith("<!-- /results:quickstart -->\nafter\n")
     assert report.rewritten(text, tmp_path) == text
+
+
+def test_an_interrupted_run_is_called_one(tmp_path):
+    (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"interrupted": True}))
+    assert "The run was interrupted: these are the rows that it finished." in report.rewritten(README, tmp_path)
 
 
 def test_missing_results_and_unpaired_markers_are_errors(tmp_path):

@@ -120,7 +120,9 @@ def test_a_failing_run_keeps_the_old_result_and_its_own_rows(tmp_path):
     with pytest.raises(RuntimeError):
         list(collect(RECORD, rows(), path))
     assert json.loads(path.read_text()) == "old"
-    assert json.loads((tmp_path / "name.json.partial").read_text())["rows"] == [ROW | {"number": 1.0}]
+    kept = json.loads((tmp_path / "name.json.partial").read_text())
+    assert kept["rows"] == [ROW | {"number": 1.0}]
+    assert kept["interrupted"] is True
 
 
 def test_rows_must_say_what_they_were_measured_with(tmp_path):
@@ -176,7 +178,7 @@ def test_committed_results_are_complete_and_hold_no_machine_paths(path):
 
 
 def check_schema(result):
-    assert set(result) == TOP_KEYS
+    assert set(result) - {"interrupted"} == TOP_KEYS
     assert set(result["versions"]) == VERSIONS
     assert set(result["device"]) == DEVICE
     assert result["experiment"] in {declaration.name for declaration in declarations()}

@@ -247,7 +247,7 @@ def test_after_typical_acceptance_the_next_token_follows_the_target() -> None:
 def test_synthetic_acceptance_reaches_the_mean_length_asked_for(mean_acceptance_length: float) -> None:
     rule = SyntheticAcceptance.from_mean_acceptance_length(mean_acceptance_length, 4)
     draft = Draft(tokens=jnp.zeros((20_000, 4), jnp.int32), num_drafted=jnp.full((20_000,), 4, jnp.int32), probs=None)
-    verification = rule.verify_greedy(draft, jnp.ones((20_000, 5), jnp.int32), jax.random.split(jax.random.key(0), 20_000))
+    verification = rule(draft, jnp.ones((20_000, 5, 2)), jax.random.split(jax.random.key(0), 20_000))
     # Four standard errors; a length has a standard deviation of at most 2.
     assert 1 + verification.num_accepted.mean() == pytest.approx(mean_acceptance_length, abs=4 * 2 / 20_000**0.5)
 
