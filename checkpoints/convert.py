@@ -77,7 +77,7 @@ def convert(
         OSError: The destination exists, or cannot be written.
 
     Example:
-        >>> convert("Qwen/Qwen2.5-0.5B-Instruct", "checkpoints/draft")
+        >>> convert("Qwen/Qwen2.5-0.5B-Instruct", "models/draft")
     """
     if dtype not in STORED_DTYPES:
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")

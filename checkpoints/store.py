@@ -131,7 +131,7 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         ValueError: No checkpoint, one of a newer format, a damaged one, or an unsupported `dtype`.
 
     Example:
-        >>> checkpoint = load_checkpoint("checkpoints/target", dtype=jnp.float32)
+        >>> checkpoint = load_checkpoint("models/target", dtype=jnp.float32)
         >>> generate(checkpoint.model, checkpoint.params, prompt_tokens, config=GenerateConfig(max_new_tokens=32))
     """
     path = Path(path).absolute()

@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run quickstart
 Hardware: two CPU cores and 2 GB of memory; 93 MB of network and 650 MB of disk the first time
-Time: 3 minutes the first time, 2 minutes after that
+Time: 1 minute, a little more the first time
 Result: the same words on every prompt; faster where the answer repeats its context, slower where it does not
 
 SmolLM2-135M-Instruct answers a few prompts greedily, plainly and with `PromptLookup` (or a draft model). Half of the prompts ask for text

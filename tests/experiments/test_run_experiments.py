@@ -83,7 +83,17 @@ def test_every_experiment_declares_itself_and_the_list_shows_it():
 
 
 def test_a_run_writes_the_whole_json(tmp_path):
-    words = ["decode_latency", "model=tiny", "contexts=64", "rows=1", "copy_mib=1", "short_steps=1", "long_steps=2", "repeats=1"]
+    words = [
+        "decode_latency",
+        "model=tiny",
+        "modes=decode",
+        "contexts=64",
+        "rows=1",
+        "copy_mib=1",
+        "short_steps=1",
+        "long_steps=2",
+        "repeats=1",
+    ]
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path), "--git-sha", "abc123", "--save-as", "other"])
     assert done.exit_code == 0, done.output
     assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
