@@ -1,0 +1,115 @@
+"""`specjax generate`, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from specjax import GenerateConfig, Statistics, Transformer, generate
+from specjax.checkpoints.store import load_checkpoint
+from specjax.commands.generate import _print_statistics
+from specjax.commands.main import app
+from specjax.commands.memory_plan import MemoryPlan, plan_memory
+from tests.helpers import tiny_config
+from tests.tiny_checkpoint import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "draft", seed=1)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["generate", *map(str, words)])
+
+
+def test_the_text_streams_and_equals_that_of_the_library_for_every_drafter(target: Path, draft: Path) -> None:
+    checkpoint = load_checkpoint(target)
+    tokenizer = checkpoint.tokenizer()
+    prompt = tokenizer.encode("abcabc")
+    output = generate(checkpoint.model, checkpoint.params, [prompt], config=GenerateConfig(max_new_tokens=12), ignore_eos=True)
+    expected = tokenizer.decode(output.tokens[0], skip_special_tokens=True)
+    for drafter in ("none", "prompt-lookup", draft):
+        done = run(target, "abcabc", "--raw", "--ignore-eos", "--max-new-tokens", 12, "--num-speculative-tokens", 2, "--drafter", drafter)
+        assert done.exit_code == 0, done.output
+        assert done.stdout.rstrip("\n") == expected.rstrip("\n").rstrip("\ufffd")
+        assert "memory: weights" in done.stderr
+        assert "12 tokens, stopped by LENGTH" in done.stderr
+        assert ("mean_acceptance_length" in done.stderr) == (drafter != "none")
+
+
+def test_the_chat_template_is_applied_unless_raw(target: Path) -> None:
+    words = (target, "hello", "--max-new-tokens", 8, "--ignore-eos", "--drafter", "none")
+    assert run(*words).stdout != run(*words, "--raw").stdout
+
+
+def test_sampling_is_repeatable_by_seed(target: Path) -> None:
+    words = (target, "hello", "--max-new-tokens", 12, "--ignore-eos", "--temperature", 1.5, "--top-p", 0.9, "--num-speculative-tokens", 2)
+    one, again, other = run(*words, "--seed", 1), run(*words, "--seed", 1), run(*words, "--seed", 2)
+    assert one.exit_code == 0, one.output
+    assert one.stdout == again.stdout != other.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "SamplingParams.temperature must be 0 (greedy) or a positive finite number"),
+        (["--temperature", "nan"], "SamplingParams.temperature must be 0 (greedy) or a positive finite number"),
+        (["--temperature", "1", "--top-p", "0"], "SamplingParams.top_p must be in (0, 1]"),
+        (["--max-new-tokens", "-1"], "GenerateConfig.max_new_tokens must be an int of at least 0, got -1"),
+        (["--max-new-tokens", "600"], "exceed the model's window of 512 tokens"),
+        (["--num-speculative-tokens", "-2"], "GenerateConfig.num_speculative_tokens must be a positive int, got -2"),
+        (["--dtype", "int8"], "--dtype must be bfloat16 or float32, got 'int8'"),
+        (["--drafter", "nowhere"], "nowhere is not a specjax checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: list[str], message: str) -> None:
+    done = run(target, "hello", *words)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.output
+    assert "compiling" not in done.stderr
+
+
+@pytest.mark.filterwarnings("default:the drafter must have")
+def test_a_drafter_with_another_tokenizer_is_refused_and_may_be_forced(target: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", special_tokens=("<a>", "<u>"))
+    words = (target, "hello", "--max-new-tokens", 8, "--num-speculative-tokens", 2, "--drafter", other)
+    refused = run(*words)
+    assert refused.exit_code == 1
+    assert "the drafter must have the target's tokenizer; expected that of target, got that of other" in refused.stderr
+    forced = run(*words, "--allow-different-tokenizer")
+    assert forced.exit_code == 0, forced.output
+    assert "warning: the drafter must have the target's tokenizer" in forced.stderr
+
+
+def test_a_plan_adds_weights_and_caches_and_refuses_what_does_not_fit() -> None:
+    model = Transformer(tiny_config(), dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    plan = plan_memory([model, model], batch_size=3, capacity=10)
+    numbers = sum(np.prod(leaf.shape) for leaf in _leaves(model))
+    assert plan.params_bytes == 2 * 4 * numbers
+    assert plan.cache_bytes == 2 * (2 * 2 * 3 * 2 * 10 * 8 * 2)  # models x (layers, keys and values, B, K, S, H, bytes)
+    MemoryPlan(params_bytes=10, cache_bytes=5, available_bytes=15).check()
+    with pytest.raises(ValueError, match=r"weights and caches need 3.0 GiB, .* 2.0 GiB: use a smaller model"):
+        MemoryPlan(params_bytes=2**31, cache_bytes=2**30, available_bytes=2**31).check()
+
+
+def _leaves(model: Transformer) -> list:
+    return jax.tree.leaves(jax.eval_shape(model.init_params, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(("accepted", "warns"), [(0, True), (100, False)])
+def test_a_drafter_that_is_hardly_ever_right_is_pointed_out(capsys: pytest.CaptureFixture, accepted: int, warns: bool) -> None:
+    counts = jnp.array([[300 - accepted, accepted]])
+    _print_statistics(Statistics(accepted_counts=counts, drafted_counts=jnp.array([[0, 300]])))
+    assert ("hardly any draft was accepted in 300 steps" in capsys.readouterr().err) == warns
