@@ -74,8 +74,8 @@ def speculative_generate(
         ignore_eos: Bool, scalar or `[B]`: such rows run to their limit.
         max_new_tokens: Int, scalar or `[B]`: a limit a row, at most `config.max_new_tokens` (the default).
         rng: One key, or `[B]` keys; needed with `do_sample`. Row b of a single key uses `fold_in(rng, b)`.
-        continue_from: An earlier output's `continuation`, of the same target and drafter: its context stands before the prompts, which may
-            then be empty (length 0).
+        continue_from: An earlier output's `continuation`, of the same target and drafter (of any drafter, to go on without one): its
+            context stands before the prompts, which may then be empty (length 0).
 
     Returns:
         A `GenerateOutput`. Its `continuation` holds the caches: drop it where outputs are collected, with
@@ -154,12 +154,13 @@ def _max_length(request: Request, continue_from: Continuation | None) -> int | N
 
 
 def _check_continuation(target: Transformer, drafter: Drafter | None, drafter_params: Any, continue_from: Continuation | None) -> None:
-    """A continuation fits the models that made it, and no others."""
+    """A continuation fits the models that made it, and no others. Plain decoding can go on from any drafter's."""
     if continue_from is None:
         return
     sizes = {"batch_size": continue_from.context.length.shape[0], "capacity": continue_from.target_cache.capacity}
     wanted = {"target_cache": jax.eval_shape(lambda: target.init_cache(**sizes))}
-    wanted["drafter_state"] = None if drafter is None else jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))
+    if drafter is not None:
+        wanted["drafter_state"] = jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))
     for name, expected in wanted.items():
         given = jax.tree.map(lambda x: (x.shape, x.dtype), getattr(continue_from, name))
         expected = jax.tree.map(lambda x: (x.shape, x.dtype), expected)

@@ -109,6 +109,13 @@ def test_a_continuation_of_other_models_is_refused():
         generate(deeper, params, [[]], config=CONFIG, continue_from=plain.continuation)
 
 
+def test_plain_decoding_goes_on_from_a_speculative_call():
+    first = speculate([[1, 2], [3]])
+    one = generate(TARGET, PARAMS, [[1, 2], [3]], config=GenerateConfig(max_new_tokens=32))
+    second = generate(TARGET, PARAMS, [[], []], config=CONFIG, continue_from=first.continuation)
+    assert np.concatenate([first.tokens, second.tokens], axis=1).tolist() == np.asarray(one.tokens).tolist()
+
+
 def test_a_draft_model_with_a_shorter_window_or_without_params_is_refused():
     short, params = random_model(tiny_config(max_position_embeddings=16))
     with pytest.raises(ValueError, match="the draft model's window is 16 tokens, this call may reach 18"):
