@@ -107,7 +107,7 @@ class Case:
         )
         model = self.target.model
         prompt = np.zeros((self.batch, 1), np.int32)
-        request, static = prepare_call(model, drafter, drafter_params, prompt, config=static, ignore_eos=True, **_DEFAULTS)
+        request, static = prepare_call(model, drafter, drafter_params, prompt, config=static, ignore_eos=True)
         static = dataclasses.replace(static, cache_capacity=capacity)
 
         rng = jax.random.key(1)
@@ -282,16 +282,6 @@ def executions_row(case: Case) -> dict:
         "steps": int(output.statistics.num_steps),
         "executions": count_executions(call),
     }
-
-
-_DEFAULTS: dict[str, Any] = {
-    "prompt_lengths": None,
-    "sampling": None,
-    "eos_token_ids": (),
-    "max_new_tokens": None,
-    "rng": None,
-    "continue_from": None,
-}
 
 
 def _whole_step(target: Model, drafter: Drafter | None, static: GenerateConfig, request: Request):

@@ -25,10 +25,14 @@ def smollm2(cache_dir: Path) -> Path:
     """The GGUF file: from `cache_dir`, or downloaded into it.
 
     Raises:
-        ExperimentError: No network, or another file than expected; nothing is kept then.
+        ExperimentError: No network, or another file than expected: a download is not kept then, a file in the cache is left as it is.
     """
     path = cache_dir / FILE_NAME
     if path.exists():
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != SHA256:
+            raise ExperimentError(f"{path} should have sha256 {SHA256}, got {found}: delete it to fetch it again, or {_HINT}")
         return path
     with tempfile.TemporaryDirectory() as folder:
         unpack(download(Path(folder)), path)

@@ -140,9 +140,10 @@ def prepare_call(
         # Not used; another value must not compile another program.
         config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
     request, static = prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
+    continue_from = arguments.get("continue_from")
     if drafter is not None:
-        drafter.check(drafter_params, target=target.config, max_length=_max_length(request, arguments["continue_from"]))
-    _check_continuation(target, drafter, drafter_params, arguments["continue_from"])
+        drafter.check(drafter_params, target=target.config, max_length=_max_length(request, continue_from))
+    _check_continuation(target, drafter, drafter_params, continue_from)
     return request, static
 
 

@@ -79,13 +79,13 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
     *,
     draft_length: int,
     config: GenerateConfig,
-    prompt_lengths: Any,
-    sampling: SamplingParams | None,
-    eos_token_ids: Any,
-    ignore_eos: Any,
-    max_new_tokens: Any,
-    rng: Any,
-    continue_from: Continuation | None,
+    prompt_lengths: Any = None,
+    sampling: SamplingParams | None = None,
+    eos_token_ids: Any = (),
+    ignore_eos: Any = False,
+    max_new_tokens: Any = None,
+    rng: Any = None,
+    continue_from: Continuation | None = None,
 ) -> tuple[Request, GenerateConfig]:
     """Checks a call's arguments and packs them.
 

