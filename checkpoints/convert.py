@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from specjax.checkpoints import gguf_file, hugging_face
-from specjax.checkpoints.atomic import atomic_folder, check_destination
+from specjax.checkpoints.atomic import atomic_folder, check_destination, check_space
+from specjax.checkpoints.kinds import abstract_params
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip
+from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
 from specjax.checkpoints.store import TOKENIZER_FOLDER, write_checkpoint
-from specjax.checkpoints.weights import STORED_DTYPES, WeightSource, check_source, read_params, source_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,15 @@ def convert(
     reader = gguf_file if str(source).endswith(".gguf") else hugging_face
     found = reader.open_source(source, tie_embeddings=tie_embeddings)
     check_source(found)
-    num_parameters = sum(math.prod(shape) for shape in source_tensors(found.config).values())
+    leaves = jax.tree.leaves(abstract_params(found.config, STORED_DTYPES[dtype]))
+    num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
+    check_space(destination, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
     skipped = {None: reason_to_skip(found, num_parameters), True: "", False: "not asked for"}[check]
-    params, metadata = _read(found, dtype, progress=progress)
-    with atomic_folder(destination, force=force) as folder:
+    with atomic_folder(destination, force=force) as folder, _progress(shown=progress) as bar:
         has_tokenizer = found.write_tokenizer(folder / TOKENIZER_FOLDER)
-        write_checkpoint(folder, found.config, params, metadata)
-        del params
+        converting = bar.add_task("Converting", total=sum(tensor.num_bytes for tensor in found.tensors.values()))
+        params = stream_params(found, dtype, lambda count: bar.update(converting, advance=count))
+        write_checkpoint(folder, found.config, dtype, params, lambda: _metadata(found, bar))
         difference = None if skipped else check_logits(folder, found, dtype)
     return Conversion(
         destination=destination,
@@ -104,20 +107,20 @@ def convert(
     )
 
 
-def _read(source: WeightSource, dtype: str, *, progress: bool) -> tuple[dict, dict[str, Any]]:
-    """The parameters, and what to remember about where they came from."""
+def _progress(*, shown: bool) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        reading = bar.add_task("Reading", total=sum(source.num_bytes.values()))
-        params = read_params(source, dtype, lambda count: bar.update(reading, advance=count))
-        hashing = bar.add_task("Hashing", total=sum(path.stat().st_size for path in source.files))
-        digests = {}
-        for path in source.files:
-            with path.open("rb") as file:
-                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-            bar.update(hashing, advance=path.stat().st_size)
-    metadata = {"source": source.name, "source_format": source.format, "quantisation": source.quantisation, "source_sha256": digests}
-    return params, metadata
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)
+
+
+def _metadata(source: WeightSource, bar: Progress) -> dict[str, Any]:
+    """What to remember about where the weights came from."""
+    hashing = bar.add_task("Hashing", total=sum(path.stat().st_size for path in source.files))
+    digests = {}
+    for path in source.files:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        bar.update(hashing, advance=path.stat().st_size)
+    return {"source": source.name, "source_format": source.format, "quantisation": source.quantisation, "source_sha256": digests}
 
 
 def convert_command(

@@ -16,7 +16,8 @@ import gguf
 import numpy as np
 
 from specjax.checkpoints.gguf_tokenizer import check_tokenizer, write_tokenizer
-from specjax.checkpoints.weights import WeightSource
+from specjax.checkpoints.source import StoredTensor, WeightSource
+from specjax.checkpoints.transformer_weights import transformer_table
 from specjax.config import ModelConfig, RopeConfig
 from specjax.models.rope import inverse_frequencies
 
@@ -74,26 +75,30 @@ def open_source(path: str | Path, *, tie_embeddings: bool | None = None) -> Weig
         if head.n_bytes > tensors[_EMBEDDING].n_bytes:
             stored["model.embed_tokens.weight"] = head
 
-    def read(name: str) -> np.ndarray:
-        weight = gguf.dequantize(stored[name].data, stored[name].tensor_type)
-        if architecture == "llama" and ".q_proj." in name:
-            return _rotary_halves(weight, config.num_heads)
-        if architecture == "llama" and ".k_proj." in name:
-            return _rotary_halves(weight, config.num_kv_heads)
-        return weight
-
     return WeightSource(
         name=path.name,
         format="gguf",
         location=path,
         config=config,
         quantisation=_quantisation(fields, reader),
-        shapes={name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in stored.items()},
-        num_bytes={name: int(tensor.n_bytes) for name, tensor in stored.items()},
-        read=read,
+        tensors={name: _stored(tensor, name, config, interleaved=architecture == "llama") for name, tensor in stored.items()},
+        parameters=transformer_table(config),
         files=(path,),
         write_tokenizer=lambda folder: write_tokenizer(fields, folder),
     )
+
+
+def _stored(tensor: Any, name: str, config: ModelConfig, *, interleaved: bool) -> StoredTensor:
+    """A tensor whose rows are dequantised when they are read. Quantisation blocks lie within rows."""
+    heads = config.num_heads if ".q_proj." in name else config.num_kv_heads if ".k_proj." in name else 0
+
+    def read(rows: slice) -> np.ndarray:
+        if interleaved and heads:
+            return _rotary_halves(gguf.dequantize(tensor.data, tensor.tensor_type), heads)[rows]
+        return gguf.dequantize(tensor.data[rows], tensor.tensor_type)
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    return StoredTensor(shape=shape, dtype="F32", num_bytes=int(tensor.n_bytes), read=read)
 
 
 class _Fields(Mapping[str, Any]):
@@ -162,7 +167,7 @@ def _model_config(fields: _Fields, architecture: str, tensors: Mapping[str, Any]
         rms_norm_eps=_shortest(needed("attention.layer_norm_rms_epsilon")),
         tie_word_embeddings=tied,
         qkv_bias="blk.0.attn_q.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        qk_norm="head" if "blk.0.attn_q_norm.weight" in tensors else None,
     )
 
 

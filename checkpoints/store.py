@@ -2,7 +2,7 @@
 
 ```
 checkpoint/
-├── specjax.json     format version, the model's shape, dtype, where it came from
+├── specjax.json     format version, kind of model, its configuration, dtype, where it came from
 ├── params/          Orbax
 └── tokenizer/       what AutoTokenizer reads, and generation_config.json
 ```
@@ -13,24 +13,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
+from flax import traverse_util
 
+from specjax.checkpoints.arrays import read_arrays, write_arrays
 from specjax.checkpoints.atomic import atomic_folder
-from specjax.checkpoints.weights import STORED_DTYPES, abstract_params
-from specjax.config import ModelConfig, RopeConfig
-from specjax.models.transformer import Transformer
+from specjax.checkpoints.kinds import abstract_params, build_model, config_from_dict, config_to_dict, kind_of
+from specjax.checkpoints.source import STORED_DTYPES
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+TOKENIZER_FOLDER = "tokenizer"
 _MANIFEST = "specjax.json"
 _PARAMS = "params"
-TOKENIZER_FOLDER = "tokenizer"
 # Characters of Orbax's message, which goes on with source locations.
 _LONGEST_REASON = 200
 
@@ -40,13 +40,13 @@ class Checkpoint:
     """A restored model.
 
     Attributes:
-        model: The module; its `dtype` and `param_dtype` are those of `params`.
+        model: The module, a `Transformer` or a drafter's; its `dtype` and `param_dtype` are those of `params`.
         params: What `model.apply` takes under `"params"`.
         metadata: Where the weights came from: `source`, `source_format`, `quantisation`, `source_sha256`, `dtype` as stored.
         tokenizer_path: Folder of the tokenizer's files; `None` if it has none.
     """
 
-    model: Transformer
+    model: Any
     params: dict
     metadata: dict[str, Any]
     tokenizer_path: Path | None
@@ -75,9 +75,28 @@ class Checkpoint:
         return ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        kind: `"transformer"`, or the kind of drafter.
+        config: The model's configuration.
+        dtype: Name of the dtype of its floating-point parameters.
+        metadata: Where the weights came from.
+        format_version: Of the checkpoint.
+    """
+
+    kind: str
+    config: Any
+    dtype: str
+    metadata: dict[str, Any]
+    format_version: int
+
+
 def save_checkpoint(
     path: str | Path,
-    config: ModelConfig,
+    config: Any,
     params: Mapping[str, Any],
     metadata: Mapping[str, Any] | None = None,
     tokenizer_dir: str | Path | None = None,
@@ -88,8 +107,8 @@ def save_checkpoint(
 
     Args:
         path: The folder to create.
-        config: The model's shape.
-        params: Its parameters, JAX or NumPy arrays of one dtype; they may be sharded.
+        config: The model's configuration: a `ModelConfig`, or that of a drafter.
+        params: Its parameters, JAX or NumPy arrays, the floating-point ones of one dtype; they may be sharded.
         metadata: What else to remember, JSON values; no absolute paths.
         tokenizer_dir: A folder of tokenizer files to copy in.
         force: Replace a checkpoint that exists.
@@ -98,20 +117,37 @@ def save_checkpoint(
         FileExistsError: `path` exists and `force` is false.
         PermissionError: `path` cannot be written.
         ValueError: `params` do not fit `config`.
+        OSError: The disk is full, or fails.
     """
+    dtype = _common_dtype(params)
+    _check_tree(params, abstract_params(config, STORED_DTYPES[dtype]))
+    leaves = traverse_util.flatten_dict(dict(params), sep=".")
     with atomic_folder(path, force=force) as folder:
         if tokenizer_dir is not None:
             shutil.copytree(tokenizer_dir, folder / TOKENIZER_FOLDER)
-        write_checkpoint(folder, config, params, metadata or {})
+        write_checkpoint(folder, config, dtype, leaves.items(), lambda: metadata or {})
 
 
-def write_checkpoint(folder: Path, config: ModelConfig, params: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-    """The part of `save_checkpoint` that fills the folder, in place."""
-    dtype = _common_dtype(params)
-    _check_tree(params, abstract_params(config, STORED_DTYPES[dtype]))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.absolute() / _PARAMS, params)
-    manifest = {"format_version": FORMAT_VERSION, "model_config": config_to_dict(config), "dtype": dtype, "metadata": dict(metadata)}
+def write_checkpoint(
+    folder: Path, config: Any, dtype: str, leaves: Iterable[tuple[str, Any]], metadata: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Fills an empty folder, leaf by leaf.
+
+    Args:
+        folder: Where.
+        config: The model's configuration.
+        dtype: Name of the dtype of its floating-point parameters.
+        leaves: Paths joined with dots, and arrays; each is let go before the next is asked for.
+        metadata: Called when all leaves are written: what else to remember.
+    """
+    write_arrays(folder / _PARAMS, abstract_params(config, STORED_DTYPES[dtype]), leaves)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "kind": kind_of(config),
+        "config": config_to_dict(config),
+        "dtype": dtype,
+        "metadata": dict(metadata()),
+    }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
@@ -122,7 +158,7 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         path: A folder that `save_checkpoint` or `specjax convert` made.
         dtype: Compute dtype of the model and dtype of its parameters, which are cast as they are read; `None` keeps the stored one.
         shardings: Where the parameters go: one `jax.sharding.Sharding`, or a tree of them that matches the parameters or a prefix of them.
-            `None` puts them on the default device.
+            `None` puts them on the default device. `abstract_checkpoint` gives the shapes from which to choose.
 
     Returns:
         The model and its parameters.
@@ -135,31 +171,39 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         >>> generate(checkpoint.model, checkpoint.params, prompt_tokens, config=GenerateConfig(max_new_tokens=32))
     """
     path = Path(path).absolute()
-    model = read_model(path, dtype=dtype)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
+    abstract = abstract_checkpoint(path, dtype=dtype)
     shardings = _default_sharding() if shardings is None else shardings
-    abstract = jax.tree.map(
-        lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding), subtree),
-        shardings,
-        abstract_params(model.config, model.param_dtype),
-    )
+    placed = jax.tree.map(lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding), subtree), shardings, abstract.params)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(path / _PARAMS, abstract)
+        params = read_arrays(path / _PARAMS, placed)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
         raise ValueError(f"{path}: the parameters cannot be read; is the copy whole? ({reason})") from error
     tokenizer = path / TOKENIZER_FOLDER
     return Checkpoint(
-        model=model,
+        model=abstract.model,
         params=params,
-        metadata={**manifest["metadata"], "dtype": manifest["dtype"]},
+        metadata={**manifest.metadata, "dtype": manifest.dtype},
         tokenizer_path=tokenizer if tokenizer.is_dir() else None,
     )
 
 
-def read_model(path: str | Path, *, dtype: Any = None) -> Transformer:
-    """The module of a saved model, without its weights (to build shardings, or to plan memory).
+@dataclasses.dataclass(frozen=True)
+class AbstractCheckpoint:
+    """A saved model without its weights.
+
+    Attributes:
+        model: The module.
+        params: The tree of parameters, each a `jax.ShapeDtypeStruct`.
+    """
+
+    model: Any
+    params: dict
+
+
+def abstract_checkpoint(path: str | Path, *, dtype: Any = None) -> AbstractCheckpoint:
+    """What `load_checkpoint` would return, without reading any weights: to choose shardings by, or to plan memory.
 
     Args:
         path: A checkpoint.
@@ -167,29 +211,62 @@ def read_model(path: str | Path, *, dtype: Any = None) -> Transformer:
 
     Raises:
         ValueError: No checkpoint, one of a newer format, or an unsupported `dtype`.
+
+    Example:
+        >>> abstract = abstract_checkpoint("models/target")
+        >>> shardings = param_shardings(abstract.params, abstract.model.config, mesh)
+        >>> checkpoint = load_checkpoint("models/target", shardings=shardings)
     """
-    manifest = _read_manifest(Path(path).absolute())
-    stored = np.dtype(STORED_DTYPES[manifest["dtype"]] if dtype is None else dtype)
+    manifest = read_manifest(path)
+    stored = np.dtype(STORED_DTYPES[manifest.dtype] if dtype is None else dtype)
     if stored not in STORED_DTYPES.values():
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {stored}")
-    return Transformer(config_from_dict(manifest["model_config"]), dtype=stored, param_dtype=stored)
+    return AbstractCheckpoint(model=build_model(manifest.config, stored), params=abstract_params(manifest.config, stored))
 
 
-def config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """JSON values for a configuration."""
-    return dataclasses.asdict(config)
+def read_model(path: str | Path, *, dtype: Any = None) -> Any:
+    """The module of `abstract_checkpoint`."""
+    return abstract_checkpoint(path, dtype=dtype).model
 
 
-def config_from_dict(values: Mapping[str, Any]) -> ModelConfig:
-    """The inverse of `config_to_dict`.
+def read_manifest(path: str | Path) -> Manifest:
+    """Reads `specjax.json`, of this format or an earlier one.
 
     Raises:
-        ValueError: Fields that this version does not know, or that are missing.
+        ValueError: No checkpoint, one of a newer format, or a damaged one.
     """
+    path = Path(path).absolute()
+    file = path / _MANIFEST
+    if not file.is_file():
+        hint = "convert it first: specjax convert SOURCE DESTINATION" if (path / "config.json").is_file() else "there is no " + _MANIFEST
+        raise ValueError(f"{path} is not a specjax checkpoint; {hint}")
     try:
-        return ModelConfig(**{**values, "rope": RopeConfig(**values["rope"])})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"the saved model configuration does not fit this version of specjax: {error}") from error
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON ({error})") from error
+    version = values.get("format_version") if isinstance(values, dict) else None
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ValueError(f"{path} has checkpoint format {version!r}, this version of specjax reads up to {FORMAT_VERSION}: upgrade specjax")
+    values = _from_version_1(values) if version == 1 else values
+    absent = [field for field in ("kind", "config", "dtype", "metadata") if field not in values]
+    if absent or values["dtype"] not in STORED_DTYPES:
+        wrong = f"lacks {', '.join(absent)}" if absent else f"names the dtype {values['dtype']!r}"
+        raise ValueError(f"{file} is damaged: it {wrong}")
+    return Manifest(
+        kind=values["kind"],
+        config=config_from_dict(values["config"], values["kind"]),
+        dtype=values["dtype"],
+        metadata=values["metadata"],
+        format_version=version,
+    )
+
+
+def _from_version_1(values: dict[str, Any]) -> dict[str, Any]:
+    """Format 1 held transformers only, and `qk_norm` was a bool."""
+    config = dict(values.get("model_config") or {})
+    if isinstance(config.get("qk_norm"), bool):
+        config["qk_norm"] = "head" if config["qk_norm"] else None
+    return {**values, "kind": "transformer", "config": config}
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
@@ -203,23 +280,8 @@ def _default_sharding() -> jax.sharding.Sharding:
     return jnp.zeros(()).sharding
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / _MANIFEST
-    if not file.is_file():
-        hint = "convert it first: specjax convert SOURCE DESTINATION" if (path / "config.json").is_file() else "there is no " + _MANIFEST
-        raise ValueError(f"{path} is not a specjax checkpoint; {hint}")
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON ({error})") from error
-    version = manifest.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise ValueError(f"{path} has checkpoint format {version!r}, this version of specjax reads up to {FORMAT_VERSION}: upgrade specjax")
-    return manifest
-
-
 def _common_dtype(params: Mapping[str, Any]) -> str:
-    found = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
+    found = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params) if not jnp.issubdtype(leaf.dtype, jnp.integer)})
     if len(found) != 1 or found[0] not in STORED_DTYPES:
         raise ValueError(f"parameters must all have one dtype out of {sorted(STORED_DTYPES)}, got {', '.join(found)}")
     return found[0]

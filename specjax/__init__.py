@@ -1,6 +1,6 @@
 """Speculative decoding in JAX: draft, verify, commit, in one jitted loop."""
 
-from specjax.config import GenerateConfig, ModelConfig, RopeConfig
+from specjax.config import GenerateConfig, ModelConfig, MoEConfig, RopeConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
@@ -24,6 +24,7 @@ __all__ = [
     "GenerateConfig",
     "GenerateOutput",
     "KVCache",
+    "MoEConfig",
     "ModelConfig",
     "NoDraft",
     "PromptLookup",

@@ -158,7 +158,7 @@ def _check_continuation(target: Transformer, drafter: Drafter | None, drafter_pa
     """A continuation fits the models that made it, and no others. Plain decoding can go on from any drafter's."""
     if continue_from is None:
         return
-    sizes = {"batch_size": continue_from.context.length.shape[0], "capacity": continue_from.target_cache.capacity}
+    sizes: dict[str, Any] = {"batch_size": continue_from.context.length.shape[0], "capacity": continue_from.target_cache.capacity}
     wanted = {"target_cache": jax.eval_shape(lambda: target.init_cache(**sizes))}
     if drafter is not None:
         wanted["drafter_state"] = jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))

@@ -100,8 +100,9 @@ def _starting_point(target, drafter, config, drafter_params, request, continue_f
         start = jnp.zeros((batch_size,), jnp.int32)
         tokens = jnp.pad(request.prompt_tokens, ((0, 0), (0, capacity - width)))
         prompt = Context(tokens=request.prompt_tokens, length=request.prompt_lengths)
-        cache = target.init_cache(batch_size=batch_size, capacity=capacity, sharding=config.cache_sharding)
-        state = None if drafter is None else drafter.init(drafter_params, batch_size=batch_size, capacity=capacity)
+        sizes = {"batch_size": batch_size, "capacity": capacity, "context_limit": request.context_limits}
+        cache = target.init_cache(**sizes, sharding=config.cache_sharding)
+        state = None if drafter is None else drafter.init(drafter_params, **sizes)
         return Context(tokens=tokens, length=request.prompt_lengths), prompt, start, cache, state
     earlier = continue_from.context
     start = earlier.length - 1

@@ -36,6 +36,7 @@ class Request:
         prompt_lengths: `[B]` int32.
         sampling: Fields `[B]` or scalar.
         stopping: When rows end.
+        context_limits: `[B]` int32, tokens that each row may come to hold, in this call or those that continue it.
         rng: One key, typed or threefry data `[2]`, or B of them.
     """
 
@@ -43,6 +44,7 @@ class Request:
     prompt_lengths: jax.Array
     sampling: SamplingParams
     stopping: Stopping
+    context_limits: jax.Array
     rng: jax.Array
 
 
@@ -107,6 +109,12 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
     limit = _per_row_limit(config, max_new_tokens, batch_size)
     earlier = np.zeros((batch_size,), np.int32) if continue_from is None else _earlier_lengths(continue_from, batch_size)
     _check_window(model, earlier, lengths, limit)
+    # An explicit capacity says how far the call, and those that continue it, may go.
+    context_limits = earlier + lengths + limit
+    if config.cache_capacity is not None:
+        context_limits = np.full((batch_size,), config.cache_capacity, np.int32)
+    if continue_from is not None:
+        _check_context_limit(model, continue_from, earlier + lengths + limit)
 
     # A continuation feeds the pending last token of the earlier context once more, in front of the new prompt.
     pending, present = (0, 0) if continue_from is None else (1, continue_from.target_cache.capacity)
@@ -129,6 +137,7 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
         stopping=Stopping(
             eos_token_ids=_eos(model, eos_token_ids), ignore_eos=_per_row(ignore_eos, batch_size, bool, "ignore_eos"), max_new_tokens=limit
         ),
+        context_limits=cast(jax.Array, context_limits),
         rng=_key(rng, config, batch_size),
     )
     return request, dataclasses.replace(config, max_new_tokens=num_new, cache_capacity=capacity)
@@ -223,6 +232,19 @@ def _check_window(model: ModelConfig, earlier: Any, lengths: Any, limit: Any) ->
             after = f" after {before} earlier ones" if before else ""
             raise ValueError(
                 f"row {row}: a prompt of {length} tokens{after} and up to {new} new ones exceed the model's window of {window} tokens"
+            )
+
+
+def _check_context_limit(model: ModelConfig, continue_from: Continuation, wanted: Any) -> None:
+    """Rotary frequencies that depend on the length were chosen when the context began."""
+    planned, original = continue_from.target_cache.context_limit, model.rope.original_max_position_embeddings
+    if planned is None or _is_traced((planned, wanted)):
+        return
+    for row, (reached, limit) in enumerate(zip(wanted, np.asarray(planned), strict=True)):
+        if reached > max(int(limit), original):
+            raise ValueError(
+                f"row {row}: this call may reach {reached} tokens, but the rotary frequencies ({model.rope.rope_type!r}) of the context "
+                f"that it continues were chosen for {limit}: give the first call a GenerateConfig.cache_capacity of at least {reached}"
             )
 
 

@@ -20,9 +20,14 @@ _MODEL_AXIS = {
     "lm_head": 0,  # [V,D]
     "qkv": 1,  # [D,K,N/K+2,H]
     "qkv_bias": 0,  # [K,N/K+2,H]
+    "sinks": 0,  # [N], likewise in order of the key/value head
     "output": 0,  # [N*H,D], query heads in order of their key/value head
     "gate_up": 2,  # [D,2,F]
+    "gate_up_bias": 1,  # [2,F]
     "down": 0,  # [F,D]
+    "expert_gate_up": 3,  # [E,D,2,F]: every device has a share of every expert, so that the load is even whatever the router does
+    "expert_gate_up_bias": 2,  # [E,2,F]
+    "expert_down": 1,  # [E,F,D]
 }
 
 
@@ -49,7 +54,7 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis:
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         axis = _MODEL_AXIS.get(path[-1].key)
-        parts = None if axis is None else config.num_kv_heads if path[-1].key == "output" else leaf.shape[axis]
+        parts = None if axis is None else config.num_kv_heads if path[-1].key in ("output", "sinks") else leaf.shape[axis]
         if axis is None or parts is None or parts % size:
             return NamedSharding(mesh, PartitionSpec())
         spec: list[str | None] = [None] * len(leaf.shape)

@@ -96,7 +96,7 @@ class ReplayDrafter:
     def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """Fits every target."""
 
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> jax.Array:
+    def init(self, params: Any, *, batch_size: int, capacity: int, context_limit: Any = None) -> jax.Array:
         """Nothing was committed yet."""
         return jnp.zeros((batch_size,), jnp.int32)
 

@@ -17,13 +17,15 @@ def cached_attention(
     *,
     scale: float,
     step_mask: jax.Array | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """Softmax attention of the new rows over what the cache holds, themselves included.
 
     Row t of batch row b attends to slots `s < length[b]` and, among the T new positions at `length[b] ... length[b] + T - 1`, to those that
-    `step_mask` allows. What lies elsewhere is never attended: keys there may be NaN; values must be finite (`specjax.models.kv_cache` sees
-    to it).
+    `step_mask` allows; with a `window`, only to those less than `window` slots before its own. What lies elsewhere is never attended: keys
+    there may be NaN; values must be finite (`specjax.models.kv_cache` sees to it).
 
     Args:
         query: `[B,T,N,H]`, after the rotary embedding.
@@ -32,6 +34,8 @@ def cached_attention(
         length: `[B]` int32, tokens before the new rows.
         scale: Factor on the scores.
         step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
+        window: Latest slots that a row attends to, its own included; `None` is all.
+        sinks: `[N]`, a score of each head that takes part in the softmax and has no value; `None` for none.
         implementation: `"auto"` or `"reference"`.
 
     Returns:
@@ -48,4 +52,8 @@ def cached_attention(
         )
     if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3] or query.shape[2] % keys.shape[1]:
         raise ValueError(f"cached_attention: query {query.shape} does not fit keys {keys.shape}: B and H must agree and K must divide N")
-    return cached_attention_reference(query, keys, values, length, step_mask=step_mask, scale=scale)
+    if window is not None and window < 1:
+        raise ValueError(f"cached_attention: window must be at least 1, got {window}")
+    if sinks is not None and sinks.shape != (query.shape[2],):
+        raise ValueError(f"cached_attention: sinks must have a score for each of the {query.shape[2]} heads, got shape {sinks.shape}")
+    return cached_attention_reference(query, keys, values, length, step_mask=step_mask, window=window, sinks=sinks, scale=scale)

@@ -52,9 +52,9 @@ class DraftModel:
         if not isinstance(params, Mapping) or "embedding" not in params:
             raise ValueError(f"drafter_params must be the draft model's params, got {type(params).__name__}")
 
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> KVCache:
+    def init(self, params: Any, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None) -> KVCache:
         """See `Drafter.init`."""
-        return self.model.init_cache(batch_size=batch_size, capacity=capacity)
+        return self.model.init_cache(batch_size=batch_size, capacity=capacity, context_limit=context_limit)
 
     def grow(self, params: Any, state: KVCache, context: Context, *, capacity: int) -> KVCache:
         """See `Drafter.grow`."""

@@ -41,8 +41,15 @@ class Drafter(Protocol):
         """
         ...
 
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> Any:
-        """The state of an empty context, with room for `capacity` positions a row."""
+    def init(self, params: Any, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None) -> Any:
+        """The state of an empty context.
+
+        Args:
+            params: The drafter's params.
+            batch_size: B.
+            capacity: Positions a row to have room for.
+            context_limit: `[B]` int32, tokens that each row may come to hold; `None` is the capacity.
+        """
         ...
 
     def grow(self, params: Any, state: Any, context: Context, *, capacity: int) -> Any:
@@ -94,7 +101,7 @@ class StatelessDrafter:
     def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """Fits every target."""
 
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> None:
+    def init(self, params: Any, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None) -> None:
         """See `Drafter.init`."""
 
     def grow(self, params: Any, state: None, context: Context, *, capacity: int) -> None:

@@ -27,15 +27,27 @@ class KVCache:
         keys: L arrays `[B,K,S,H]`, after the rotary embedding.
         values: L arrays `[B,K,S,H]`.
         length: `[B]` int32, tokens that count in each row.
+        context_limit: `[B]` int32, tokens that each row may come to hold: what `dynamic` and `longrope` rotary frequencies were chosen
+            for. They may not change while the cache lives, since its keys are rotated already. `None` where nothing depends on it.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
+    context_limit: jax.Array | None = None
 
     @classmethod
     def zeros(
-        cls, *, num_layers: int, batch_size: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype, sharding=None
+        cls,
+        *,
+        num_layers: int,
+        batch_size: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+        context_limit: jax.Array | None = None,
+        sharding=None,
     ) -> KVCache:
         """An empty, zero-filled cache of length 0.
 
@@ -46,6 +58,7 @@ class KVCache:
             capacity: S, slots a row.
             head_dim: H.
             dtype: Dtype of keys and values.
+            context_limit: `[B]` int32 or `None`.
             sharding: Optional sharding of each `[B,K,S,H]` array.
         """
 
@@ -53,7 +66,7 @@ class KVCache:
             arrays = (jnp.zeros((batch_size, num_kv_heads, capacity, head_dim), dtype) for _ in range(num_layers))
             return tuple(arrays if sharding is None else (lax.with_sharding_constraint(x, sharding) for x in arrays))
 
-        return cls(keys=empty(), values=empty(), length=jnp.zeros((batch_size,), jnp.int32))
+        return cls(keys=empty(), values=empty(), length=jnp.zeros((batch_size,), jnp.int32), context_limit=context_limit)
 
     @property
     def capacity(self) -> int:

@@ -15,8 +15,9 @@ import pytest
 
 from specjax.checkpoints import hugging_face
 from specjax.checkpoints.convert import convert, one_line_errors
+from specjax.checkpoints.families import model_config
+from specjax.checkpoints.source import read_params
 from specjax.checkpoints.store import load_checkpoint
-from specjax.checkpoints.weights import read_params
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_an_error_is_one_line_and_writes_nothing(tmp_path: Path, source: Path) -
 
 def test_a_gguf_file_is_converted_and_its_quantisation_remembered(tmp_path: Path) -> None:
     raw = raw_config("qwen2")
-    file = write_gguf(tmp_path / "m.gguf", "qwen2", hugging_face.model_config(raw), random_tensors(raw), quantisation="Q8_0")
+    file = write_gguf(tmp_path / "m.gguf", "qwen2", model_config(raw), random_tensors(raw), quantisation="Q8_0")
     done = convert(file, tmp_path / "out", check=False, progress=False)
     assert (done.quantisation, done.has_tokenizer, done.check_skipped) == ("Q8_0", True, "not asked for")
     checkpoint = load_checkpoint(tmp_path / "out")

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from specjax import RopeConfig
 from specjax.checkpoints import gguf_file, gguf_tokenizer, hugging_face
-from specjax.checkpoints.weights import check_source, read_params
+from specjax.checkpoints.families import model_config
+from specjax.checkpoints.source import check_source, read_params
 from specjax.models.rope import inverse_frequencies
 from tests.checkpoints.sources import (
     CHAT_TEMPLATE,
@@ -30,7 +31,7 @@ from tests.checkpoints.sources import (
 
 def tiny_gguf(path: Path, family: str = "llama", *, tied: bool = True, **options: Any) -> Path:
     raw = raw_config(family, tie_word_embeddings=tied)
-    return write_gguf(path / "model.gguf", family, hugging_face.model_config(raw), random_tensors(raw), **options)
+    return write_gguf(path / "model.gguf", family, model_config(raw), random_tensors(raw), **options)
 
 
 @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_1"])
@@ -55,9 +56,7 @@ def test_of_one_matrix_stored_twice_the_more_precise_copy_serves_as_both(tmp_pat
     raw = raw_config()
     tensors = random_tensors(raw)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    file = write_gguf(
-        tmp_path / "m.gguf", "llama", hugging_face.model_config(raw), tensors, quantisation="Q4_1", quantisation_of={precise: "Q8_0"}
-    )
+    file = write_gguf(tmp_path / "m.gguf", "llama", model_config(raw), tensors, quantisation="Q4_1", quantisation_of={precise: "Q8_0"})
     source = gguf_file.open_source(file)
     check_source(source)
     assert source.config.tie_word_embeddings

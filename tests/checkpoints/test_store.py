@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,11 +14,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from specjax import ModelConfig, RopeConfig
+from specjax import ModelConfig, RopeConfig, Transformer
 from specjax.checkpoints.atomic import atomic_folder
-from specjax.checkpoints.store import config_from_dict, config_to_dict, load_checkpoint, read_model, save_checkpoint
+from specjax.checkpoints.kinds import config_from_dict, config_to_dict
+from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
 from tests.checkpoints.sources import VOCAB_SIZE, write_tokenizer
 from tests.helpers import tiny_config, tiny_target
 
@@ -204,8 +207,44 @@ def test_two_writers_of_one_destination_do_not_mix(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "saved")
     manifest = tmp_path / "saved" / "specjax.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 2}))
-    with pytest.raises(ValueError, match="checkpoint format 2, this version of specjax reads up to 1: upgrade specjax"):
+    saved = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(saved | {"format_version": 3}))
+    with pytest.raises(ValueError, match="checkpoint format 3, this version of specjax reads up to 2: upgrade specjax"):
+        load_checkpoint(tmp_path / "saved")
+    manifest.write_text(json.dumps(saved | {"kind": "eagle9"}))
+    with pytest.raises(ValueError, match="knows checkpoints of kind transformer.*, not 'eagle9': upgrade specjax"):
+        load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("changes", [dict(qk_norm="head"), dict(qkv_bias=True)])
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path, changes: dict) -> None:
+    model = Transformer(tiny_config(**changes), dtype=jnp.float32, param_dtype=jnp.float32)
+    params = model.init_params(jax.random.key(0))
+    config = dataclasses.asdict(model.config)
+    # The fields of that version; whether queries and keys are normed was a bool.
+    fields = (
+        "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim max_position_embeddings rms_norm_eps "
+        "tie_word_embeddings qkv_bias"
+    )
+    old = {field: config[field] for field in fields.split()} | {"qk_norm": config["qk_norm"] is not None, "rope": dict(theta=10000.0)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved" / "params", params)
+    manifest = {"format_version": 1, "model_config": old, "dtype": "float32", "metadata": {"source": "tiny"}}
+    (tmp_path / "saved" / "specjax.json").write_text(json.dumps(manifest))
+    checkpoint = load_checkpoint(tmp_path / "saved")
+    assert checkpoint.model.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.params, params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [(dict(dtype="float8"), "names the dtype 'float8'"), (dict(config=...), "is damaged: it lacks config")]
+)
+def test_a_damaged_manifest_is_said(tmp_path: Path, changes: dict, message: str) -> None:
+    save_tiny(tmp_path / "saved")
+    file = tmp_path / "saved" / "specjax.json"
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    with pytest.raises(ValueError, match=message):
         load_checkpoint(tmp_path / "saved")
 
 
@@ -219,7 +258,8 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
 
 def test_damaged_parameters_are_said(tmp_path: Path) -> None:
     save_tiny(tmp_path / "saved")
-    (tmp_path / "saved" / "params" / "manifest.ocdbt").write_bytes(b"")
+    largest = max((file for file in (tmp_path / "saved" / "params").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     # In its own process: Orbax leaves reads of other parameters behind.
     done = python("import sys, specjax.checkpoints.store as store; store.load_checkpoint(sys.argv[1])", tmp_path / "saved")
     assert "ValueError: " in done.stderr

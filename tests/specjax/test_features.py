@@ -25,7 +25,7 @@ class FeatureRecorder:
     def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
         """As the draft model's."""
 
-    def init(self, params: Any, *, batch_size: int, capacity: int) -> tuple:
+    def init(self, params: Any, *, batch_size: int, capacity: int, context_limit: Any = None) -> tuple:
         """Buffers by position."""
         inner = self.inner.init(params, batch_size=batch_size, capacity=capacity)
         return inner, jnp.zeros((batch_size, capacity, self.width)), jnp.full((batch_size, capacity), -1)

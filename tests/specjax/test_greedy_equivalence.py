@@ -99,8 +99,8 @@ def test_greedy_speculative_equals_plain_with_real_drafters(name: str, usual_dra
 
 def test_greedy_equivalence_holds_for_every_family_of_decoder(full_grid: bool) -> None:
     families = [
-        dict(qk_norm=True, qkv_bias=True, tie_word_embeddings=True, num_kv_heads=1),
-        dict(qk_norm=True),
+        dict(qk_norm="head", qkv_bias=True, tie_word_embeddings=True, num_kv_heads=1),
+        dict(qk_norm="head"),
         dict(qkv_bias=True, num_kv_heads=4),
         dict(tie_word_embeddings=True, num_layers=3),
     ]

@@ -96,7 +96,7 @@ def test_the_layout_is_half_split() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(rope_type="yarn"), "rope_type must be one of .*got 'yarn'"),
+        (dict(rope_type="ntk"), "rope_type must be one of .*got 'ntk'"),
         (dict(theta=-1.0), "theta must be positive, got -1.0"),
         (dict(rope_type="llama3", factor=0.5), "factor must be at least 1, got 0.5"),
         (dict(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=1.0), "low_freq_factor < high_freq_factor"),

@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 FAMILIES = {
     "llama": dict(),
     "qwen2": dict(qkv_bias=True, tie_word_embeddings=True),
-    "qwen3": dict(qk_norm=True, head_dim=12),
+    "qwen3": dict(qk_norm="head", head_dim=12),
     "multi-head": dict(num_kv_heads=4, num_layers=3, rope=RopeConfig(theta=500.0)),
     "multi-query": dict(num_kv_heads=1, rms_norm_eps=1e-2),
 }
@@ -102,7 +102,7 @@ PUBLISHED = {
             num_kv_heads=8,
             head_dim=128,
             max_position_embeddings=40960,
-            qk_norm=True,
+            qk_norm="head",
         ),
         8_190_735_360,
     ),

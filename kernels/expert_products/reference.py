@@ -1,0 +1,34 @@
+"""The specification: the weights of each (row, expert) pair are gathered, and every pair is a product of its own.
+
+Memory: M * C copies of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def expert_products_reference(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    gate_up_bias: jax.Array | None,
+    down_bias: jax.Array | None,
+) -> jax.Array:
+    """See `specjax.kernels.expert_products.expert_products`."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    inner = jnp.einsum("md,mjdcf->mjcf", x, gate_up[experts].astype(x.dtype), precision=precision)
+    if gate_up_bias is not None:
+        inner = inner + gate_up_bias[experts].astype(x.dtype)
+    inner = activation(inner[:, :, 0], inner[:, :, 1])
+    out = jnp.einsum("mjf,mjfd->mjd", inner, down[experts].astype(x.dtype), precision=precision)
+    if down_bias is not None:
+        out = out + down_bias[experts].astype(x.dtype)
+    return (out.astype(jnp.float32) * weights[:, :, None]).sum(axis=1).astype(x.dtype)

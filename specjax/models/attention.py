@@ -1,0 +1,78 @@
+"""Grouped-query attention of new rows over the cache: projections, rotary embedding, cache write. arXiv:2305.13245."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specjax.config import ModelConfig
+from specjax.kernels.cached_attention import cached_attention
+from specjax.models.kv_cache import write_layer
+from specjax.models.layers import PROJECTION_INIT, RMSNorm, product
+from specjax.models.rope import apply_rotary
+
+
+class Attention(nn.Module):
+    """One layer's attention. Its input may be wider than D (an EAGLE-3 drafter's is 2 D); its output is `[B,T,D]`.
+
+    Attributes:
+        config: Sizes, biases, norms.
+        param_dtype: Dtype of the parameters.
+        implementation: Passed to `cached_attention`.
+        window: Latest positions that a row attends to, or `None` for all.
+    """
+
+    config: ModelConfig
+    param_dtype: jnp.dtype
+    implementation: str
+    window: int | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        length: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        step_mask: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        cfg = self.config
+        group_size = cfg.num_heads // cfg.num_kv_heads
+        qkv_shape = (cfg.num_kv_heads, group_size + 2, cfg.head_dim)
+        qkv = product(x, self.param("qkv", PROJECTION_INIT, (x.shape[-1], *qkv_shape), self.param_dtype))
+        if cfg.qkv_bias:
+            qkv = qkv + self.param("qkv_bias", nn.initializers.zeros, qkv_shape, self.param_dtype).astype(x.dtype)
+        query, key, value = qkv[:, :, :, :group_size], qkv[:, :, :, group_size], qkv[:, :, :, group_size + 1]
+        query = query.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim)
+        query, key = self._normed(query, "query_norm"), self._normed(key, "key_norm")
+        if cfg.clip_qkv is not None:
+            query, key, value = (jnp.clip(part, -cfg.clip_qkv, cfg.clip_qkv) for part in (query, key, value))
+        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
+        keys, values = write_layer(keys, values, key, value, length)
+        sinks = self.param("sinks", PROJECTION_INIT, (cfg.num_heads,), self.param_dtype) if cfg.attention_sinks else None
+        mixed = cached_attention(
+            query,
+            keys,
+            values,
+            length,
+            scale=cfg.head_dim**-0.5,
+            step_mask=step_mask,
+            window=self.window,
+            sinks=sinks,
+            implementation=self.implementation,
+        )
+        output = self.param("output", PROJECTION_INIT, (cfg.num_heads * cfg.head_dim, cfg.hidden_size), self.param_dtype)
+        mixed = product(mixed.reshape(*x.shape[:2], -1), output)
+        if cfg.output_bias:
+            mixed = mixed + self.param("output_bias", nn.initializers.zeros, (cfg.hidden_size,), self.param_dtype).astype(x.dtype)
+        return mixed, keys, values
+
+    def _normed(self, heads: jax.Array, name: str) -> jax.Array:
+        """`[B,T,heads,H]`, normed over each head, over all heads together, or not at all."""
+        cfg = self.config
+        if cfg.qk_norm is None:
+            return heads
+        norm = RMSNorm(cfg.rms_norm_eps, self.param_dtype, name=name)
+        return norm(heads) if cfg.qk_norm == "head" else norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)

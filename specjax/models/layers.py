@@ -1,0 +1,35 @@
+"""What every module is built of: the dense product and the norm."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+PROJECTION_INIT = nn.initializers.normal(0.02)
+
+
+def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x [..., D] @ weight [D, ...]`, in full float32 when `x` is float32 (TF32 would change which token wins)."""
+    flat = weight.astype(x.dtype).reshape(weight.shape[0], -1)
+    out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())), precision=full_precision(x), preferred_element_type=out_dtype)
+    return out.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def full_precision(x: jax.Array) -> jax.lax.Precision | None:
+    """The `precision` of a product with `x`: all of float32, where it is float32."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * scale`, statistics in float32. arXiv:1910.07467."""
+
+    epsilon: float
+    param_dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        x_f32 = x.astype(jnp.float32)
+        normed = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.epsilon)
+        return normed.astype(x.dtype) * scale.astype(x.dtype)
