@@ -1,0 +1,213 @@
+"""EAGLE-3: a small decoder that drafts from the target's own hidden states. arXiv:2503.01840; the low-rank LM head: arXiv:2605.10453.
+
+```
+g  = fc([features of C boundaries of the target])       once a target position: `fuse`
+h  = layer_0([norm(embedding of the next token), norm(g)]), layer_1, ...
+logits = lm_head(norm(h))                                over the drafter's own, smaller vocabulary
+next g = h                                               the recursion: no fc
+```
+
+Row t of the drafter pairs the target's features at position t with the token at position t + 1. Its positions count from 0 at the first
+such row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.head_product import head_product
+from specjax.models.attention import Attention
+from specjax.models.feed_forward import FeedForward
+from specjax.models.kv_cache import KVCache
+from specjax.models.layers import PROJECTION_INIT, RMSNorm, product
+from specjax.models.rope import rotary_angles
+from specjax.models.transformer import Transformer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Eagle3Output:
+    """What one pass of the drafter returns.
+
+    Attributes:
+        hidden: `[B,T,D]` after the final norm, for `Eagle3.logits`.
+        next_state: `[B,T,D]`, what stands in the place of fused features in the next recursive step.
+        cache: The cache with the T new positions written and `length` advanced by T.
+    """
+
+    hidden: jax.Array
+    next_state: jax.Array
+    cache: KVCache
+
+
+class Eagle3(nn.Module):
+    """The drafter's network: `fuse`, `embed`, a pass, `logits`, each a pure function of `{"params": p}`.
+
+    Example of one recursive step:
+        >>> g = model.apply(variables, features, method="fuse")
+        >>> output = model.apply(variables, model.apply(variables, tokens, target_embedding, method="embed"), g, cache)
+        >>> logits = model.apply(variables, output.hidden[:, -1:], method="logits")
+        >>> draft = model.apply(variables, jnp.argmax(logits, axis=-1), method="target_ids")
+        >>> g = output.next_state[:, -1:]
+
+    Attributes:
+        config: Sizes.
+        dtype: Compute dtype, and that of the cache; see `Transformer`.
+        param_dtype: Dtype that `init` gives the parameters; `draft_to_target` is int32 whatever it is.
+        attention_implementation: Passed to `cached_attention`.
+    """
+
+    config: Eagle3Config
+    dtype: jnp.dtype = jnp.bfloat16
+    param_dtype: jnp.dtype = jnp.bfloat16
+    attention_implementation: str = "auto"
+
+    if TYPE_CHECKING:
+        # Flax types both as a union that also has the mutated collections.
+        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+
+    def setup(self) -> None:
+        """Declares the parameters."""
+        cfg, decoder, dtype = self.config, self.config.decoder, self.param_dtype
+        width, fused_width = decoder.hidden_size, cfg.num_features * cfg.target_hidden_size
+
+        def norm() -> RMSNorm:
+            return RMSNorm(decoder.rms_norm_eps, dtype)
+
+        if cfg.own_embedding:
+            self.embedding = self.param("embedding", PROJECTION_INIT, (decoder.vocab_size, width), dtype)
+        if cfg.norm_before_fc:
+            self.input_norm = norm()
+        if cfg.fc_norm:
+            self.fc_norm = [norm() for _ in range(cfg.num_features)]
+        self.fc = self.param("fc", PROJECTION_INIT, (fused_width, width), dtype)
+        self.layers = [
+            _Layer(cfg, dtype, self.attention_implementation, index, name=f"layer_{index}") for index in range(decoder.num_layers)
+        ]
+        self.final_norm = norm()
+        if cfg.lm_head_rank is not None:
+            self.lm_head_down = self.param("lm_head_down", PROJECTION_INIT, (cfg.lm_head_rank, width), dtype)
+            self.lm_head_up = self.param("lm_head_up", PROJECTION_INIT, (decoder.vocab_size, cfg.lm_head_rank), dtype)
+        elif cfg.own_head:
+            self.lm_head = self.param("lm_head", PROJECTION_INIT, (cfg.draft_vocab_size, width), dtype)
+        if cfg.trimmed:
+            self.draft_to_target = self.param("draft_to_target", _first_tokens, (cfg.draft_vocab_size,))
+
+    def __call__(self, embeddings: jax.Array, state: jax.Array, cache: KVCache, *, step_mask: jax.Array | None = None) -> Eagle3Output:
+        """Runs T new positions a row, which stand at `cache.length ... cache.length + T - 1`.
+
+        Args:
+            embeddings: `[B,T,D]` of the tokens that follow those whose state is given; from `embed`.
+            state: `[B,T,D]`: fused features, or `next_state` of the step before.
+            cache: Keys and values so far; its capacity must hold `length + T`. Rolling back is `cache.with_length`.
+            step_mask: `[T,T]` bool among the new rows; `None` is causal.
+        """
+        decoder, length = self.config.decoder, cache.length
+        positions = length[:, None] + jnp.arange(state.shape[1], dtype=jnp.int32)
+        angles = rotary_angles(decoder.rope, decoder.head_dim, positions, cache.context_limit)
+        x, all_keys, all_values = state.astype(self.dtype), [], []
+        for index, layer in enumerate(self.layers):
+            e = embeddings.astype(self.dtype) if index == 0 else None
+            x, keys, values = layer(x, e, cache.keys[index], cache.values[index], length, angles, step_mask)
+            all_keys.append(keys)
+            all_values.append(values)
+        hidden = self.final_norm(x)
+        cache = dataclasses.replace(cache, keys=tuple(all_keys), values=tuple(all_values), length=length + state.shape[1])
+        return Eagle3Output(hidden=hidden, next_state=hidden if self.config.norm_output else x, cache=cache)
+
+    def fuse(self, features: jax.Array) -> jax.Array:
+        """`[..., C*target_hidden_size]`, the target's features in the order of `feature_layers` → `[..., D]`."""
+        cfg, features = self.config, features.astype(self.dtype)
+        if cfg.norm_before_fc:
+            features = self.input_norm(features)
+        if cfg.fc_norm:
+            parts = jnp.split(features, cfg.num_features, axis=-1)
+            features = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        return product(features, self.fc)
+
+    def embed(self, tokens: jax.Array, target_embedding: jax.Array | None = None) -> jax.Array:
+        """`[B,T]` token ids of the target's vocabulary → `[B,T,D]`.
+
+        Args:
+            tokens: `[B,T]` int32.
+            target_embedding: `[V,D]`, the target's own array; needed where `own_embedding` is false, not read otherwise.
+        """
+        table = self.embedding if self.config.own_embedding else target_embedding
+        if table is None:
+            raise ValueError("this drafter has no embedding of its own: pass the target's as target_embedding")
+        return jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
+
+    def logits(self, hidden: jax.Array, target_head: jax.Array | None = None) -> jax.Array:
+        """`[..., D]` after the final norm → `[..., Vd]` float32, over the drafter's vocabulary; see `target_ids`.
+
+        Args:
+            hidden: `[..., D]`.
+            target_head: `[V,D]`, the target's own array; needed where `own_head` is false, not read otherwise.
+        """
+        if self.config.lm_head_rank is not None:
+            # Two small products; the [V,D] one is never formed.
+            return head_product(head_product(hidden, self.lm_head_down).astype(hidden.dtype), self.lm_head_up)
+        head = self.lm_head if self.config.own_head else target_head
+        if head is None:
+            raise ValueError("this drafter has no LM head of its own: pass the target's as target_head")
+        return head_product(hidden, head)
+
+    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
+        """Token ids of the target for rows of the drafter's LM head, int32 of the same shape."""
+        return jnp.take(self.draft_to_target, draft_ids, mode="clip") if self.config.trimmed else draft_ids.astype(jnp.int32)
+
+    def init_cache(self, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None, sharding=None) -> KVCache:
+        """An empty cache in the compute dtype; see `Transformer.init_cache`."""
+        decoder = Transformer(self.config.decoder, dtype=self.dtype, parent=None)
+        return decoder.init_cache(batch_size=batch_size, capacity=capacity, context_limit=context_limit, sharding=sharding)
+
+    def init_params(self, rng: jax.Array) -> dict:
+        """Random parameters (for tests and timing; untrained); the drafter's vocabulary is the first Vd tokens.
+
+        Args:
+            rng: A JAX key.
+
+        Returns:
+            The nested dict that `apply` takes under `"params"`.
+        """
+        features = jnp.zeros((1, 1, self.config.num_features * self.config.target_hidden_size), self.dtype)
+        return self.init(rng, features, self.init_cache(batch_size=1, capacity=1), method="_touch_all")["params"]
+
+    def _touch_all(self, features: jax.Array, cache: KVCache) -> jax.Array:
+        state = self.fuse(features)
+        return self(jnp.zeros_like(state), state, cache).hidden
+
+
+class _Layer(nn.Module):
+    config: Eagle3Config
+    param_dtype: jnp.dtype
+    implementation: str
+    index: int
+
+    @nn.compact
+    def __call__(self, x, embeddings, keys, values, length, angles, step_mask):
+        """Layer 0 attends over embedding and state side by side, the others over the residual stream alone (`embeddings` is `None`)."""
+        decoder = self.config.decoder
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(decoder.rms_norm_eps, self.param_dtype, name=name)
+
+        normed = norm("attention_norm")(x)
+        if embeddings is not None:
+            x = normed if self.config.norm_before_residual else x
+            normed = jnp.concatenate([norm("embedding_norm")(embeddings), normed], axis=-1)
+        attention = Attention(decoder, self.param_dtype, self.implementation, decoder.window(self.index), name="attention")
+        mixed, keys, values = attention(normed, keys, values, length, angles, step_mask)
+        x = x + mixed
+        return x + FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x)), keys, values
+
+
+def _first_tokens(rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.arange(shape[0], dtype=jnp.int32)
