@@ -1,0 +1,245 @@
+"""Writes an EAGLE-3 drafter back in the official layout, for other engines: `specjax export SOURCE DESTINATION`.
+
+```
+destination/
+├── config.json          flat, as the official ones; the fields of EAGLE-3.1 and of the low-rank head where they are used
+└── model.safetensors    midlayer.*, layers.1.* and on, fc, norm, lm_head (or lm_head.down and .up), d2t (offsets), t2d
+```
+
+Reading it again gives the same configuration and the same parameters, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors looks up by name)
+import numpy as np
+import typer
+from flax import traverse_util
+from safetensors.numpy import save_file
+
+from specjax.checkpoints.atomic import atomic_folder, check_destination
+from specjax.checkpoints.convert import one_line_errors
+from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.eagle3_format import OFFICIAL_FIRST_LAYER
+from specjax.checkpoints.source import check_source
+from specjax.checkpoints.store import load_checkpoint, read_manifest
+from specjax.checkpoints.tensor_files import SINGLE
+from specjax.config import ModelConfig, RopeConfig
+from specjax.drafting.eagle3_config import Eagle3Config
+
+
+def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bool = False) -> None:
+    """Writes the drafter of a checkpoint in the official layout, whole or not at all.
+
+    Args:
+        checkpoint: A folder that `save_checkpoint` or `specjax convert` made, of an EAGLE-3 drafter.
+        destination: The folder to create.
+        force: Replace a folder that exists.
+
+    Raises:
+        FileExistsError: The destination exists and `force` is false.
+        ValueError: No checkpoint, another kind of model, or something that the official layout cannot express, by name.
+
+    Example:
+        >>> export_drafter("models/drafter", "exported/drafter")
+    """
+    check_destination(destination, force=force)
+    config = read_manifest(Path(checkpoint).absolute()).config
+    official_config(config, "float32")  # refuses before the weights are read
+    cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    export_params(config, load_checkpoint(checkpoint, shardings=cpu).params, destination, force=force)
+
+
+def export_params(config: Eagle3Config, params: Mapping[str, Any], destination: str | Path, *, force: bool = False) -> None:
+    """The same for a drafter that is in memory.
+
+    Args:
+        config: Its shape.
+        params: Its parameters, JAX or NumPy arrays, the floating-point ones of one dtype.
+        destination: The folder to create.
+        force: Replace a folder that exists.
+
+    Raises:
+        FileExistsError: The destination exists and `force` is false.
+        ValueError: Something that the official layout cannot express, by name.
+    """
+    raw = official_config(config, str(params["fc"].dtype))
+    with atomic_folder(destination, force=force) as folder:
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        save_file(official_tensors(config, params), folder / SINGLE, metadata={"format": "pt"})
+        _check_that_it_reads_back(folder, config)
+
+
+def official_config(config: Any, dtype: str) -> dict[str, Any]:
+    """The official config.json.
+
+    Args:
+        config: The drafter's shape.
+        dtype: Name of the dtype of its weights.
+
+    Raises:
+        ValueError: Another kind of model, or something that this layout cannot express, by name.
+    """
+    if not isinstance(config, Eagle3Config):
+        raise ValueError(f"only EAGLE-3 drafters can be exported, got {type(config).__name__}")
+    decoder = config.decoder
+    _refuse_inexpressible(decoder)
+    raw = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size,
+        "num_hidden_layers": decoder.num_layers,
+        "num_attention_heads": decoder.num_heads,
+        "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "vocab_size": decoder.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "max_position_embeddings": decoder.max_position_embeddings,
+        "rms_norm_eps": decoder.rms_norm_eps,
+        "attention_bias": decoder.qkv_bias,
+        "mlp_bias": decoder.mlp_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        **_rope_fields(decoder.rope),
+    }
+    if config.target_hidden_size != decoder.hidden_size:
+        raw["target_hidden_size"] = config.target_hidden_size
+    if config.feature_layers is not None:
+        raw["eagle_aux_hidden_state_layer_ids"] = list(config.feature_layers)
+    if config.lm_head_rank is not None:
+        raw["lm_head_rank_divisor"] = _rank_divisor(decoder.hidden_size, config.lm_head_rank)
+    flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+    return raw | {flag: True for flag in flags if getattr(config, flag)}
+
+
+def official_tensors(config: Eagle3Config, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The weights under their official names, in their own dtype.
+
+    Args:
+        config: The drafter's shape.
+        params: Its parameters.
+    """
+    leaves = {path: np.asarray(leaf) for path, leaf in traverse_util.flatten_dict(dict(params), sep=".").items()}
+    tensors = {"fc.weight": leaves["fc"].T, "norm.weight": leaves["final_norm.scale"]}
+    optional = {"embedding": "embed_tokens", "input_norm.scale": "input_norm", "lm_head": "lm_head"}
+    optional |= {"lm_head_down": "lm_head.down", "lm_head_up": "lm_head.up"}
+    optional |= {f"fc_norm_{index}.scale": f"fc_norm.{index}" for index in range(config.num_features)}
+    tensors |= {f"{theirs}.weight": leaves[ours] for ours, theirs in optional.items() if ours in leaves}
+    for index in range(config.decoder.num_layers):
+        prefix = f"layer_{index}."
+        layer = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
+        theirs = OFFICIAL_FIRST_LAYER if index == 0 else f"layers.{index}"
+        tensors |= {f"{theirs}.{name}": tensor for name, tensor in _layer_tensors(layer).items()}
+    if config.trimmed:
+        ids = leaves["draft_to_target"].astype(np.int64)
+        tensors["d2t"] = ids - np.arange(len(ids))
+        tensors["t2d"] = np.isin(np.arange(config.decoder.vocab_size), ids)
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def _layer_tensors(layer: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    qkv, gate_up = layer["attention.qkv"], layer["mlp.gate_up"]
+    group = qkv.shape[2] - 2
+    slots = {"q_proj": slice(0, group), "k_proj": slice(group, group + 1), "v_proj": slice(group + 1, group + 2)}
+    tensors = {
+        "self_attn.o_proj.weight": layer["attention.output"].T,
+        "mlp.gate_proj.weight": gate_up[:, 0].T,
+        "mlp.up_proj.weight": gate_up[:, 1].T,
+        "mlp.down_proj.weight": layer["mlp.down"].T,
+        "post_attention_layernorm.weight": layer["mlp_norm.scale"],
+    }
+    if "embedding_norm.scale" in layer:
+        tensors["input_layernorm.weight"] = layer["embedding_norm.scale"]
+        tensors["hidden_norm.weight"] = layer["attention_norm.scale"]
+    else:
+        tensors["input_layernorm.weight"] = layer["attention_norm.scale"]
+    for name, slot in slots.items():
+        tensors[f"self_attn.{name}.weight"] = qkv[:, :, slot].reshape(qkv.shape[0], -1).T
+        if "attention.qkv_bias" in layer:
+            tensors[f"self_attn.{name}.bias"] = layer["attention.qkv_bias"][:, slot].reshape(-1)
+    if "attention.output_bias" in layer:
+        tensors["self_attn.o_proj.bias"] = layer["attention.output_bias"]
+    if "mlp.down_bias" in layer:
+        gate_bias, up_bias = layer["mlp.gate_up_bias"]
+        tensors |= {"mlp.gate_proj.bias": gate_bias, "mlp.up_proj.bias": up_bias, "mlp.down_proj.bias": layer["mlp.down_bias"]}
+    return tensors
+
+
+def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """Flat, as readers of every age understand it."""
+    settings = {
+        "default": (),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        "longrope": ("original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+    }[rope.rope_type]
+    if rope.rope_type == "default":
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling = {"rope_type": rope.rope_type, "type": rope.rope_type} | {name: getattr(rope, name) for name in settings}
+    fields: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": scaling}
+    # By the definition of this type, the window is the original one.
+    return fields | ({"max_position_embeddings": rope.original_max_position_embeddings} if rope.rope_type == "dynamic" else {})
+
+
+def _rank_divisor(hidden_size: int, rank: int) -> int:
+    if hidden_size % rank or hidden_size == rank:
+        raise ValueError(
+            f"lm_head_rank {rank} cannot be written: the format has hidden_size ({hidden_size}) divided by an int of at least 2"
+        )
+    return hidden_size // rank
+
+
+def _refuse_inexpressible(decoder: ModelConfig) -> None:
+    wanted = {"qk_norm": None, "clip_qkv": None, "attention_sinks": False, "activation": "silu", "output_bias": decoder.qkv_bias}
+    for field, value in wanted.items():
+        if getattr(decoder, field) != value:
+            raise ValueError(f"the official EAGLE-3 layout cannot express {field} = {getattr(decoder, field)!r}")
+    if any(window is not None for window in decoder.layer_windows):
+        raise ValueError(f"the official EAGLE-3 layout cannot express layer_windows = {decoder.layer_windows!r}")
+
+
+def _check_that_it_reads_back(folder: Path, config: Eagle3Config) -> None:
+    """A promise of this module: what it wrote means the same when it is read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about layer ids that could be read in another way; these are ours
+        source = open_drafter(folder, draft_ids="offsets")
+    assert source is not None
+    check_source(source)
+    changed = _differences(dataclasses.asdict(config), dataclasses.asdict(source.config))
+    if changed:
+        raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(changed)}")
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str = "") -> list[str]:
+    changed = []
+    for field, value in wanted.items():
+        if isinstance(value, Mapping):
+            changed += _differences(value, found[field], f"{path}{field}.")
+        elif value != found[field]:
+            changed.append(f"{path}{field} = {value!r}")
+    return changed
+
+
+def export_command(
+    source: Annotated[Path, typer.Argument(help="A specjax checkpoint of an EAGLE-3 drafter.")],
+    destination: Annotated[Path, typer.Argument(help="The folder to create.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a destination that exists.")] = False,
+) -> None:
+    """Writes an EAGLE-3 drafter in the official layout (safetensors and config.json), for other engines."""
+    # The host's work: it must not take an accelerator's memory.
+    jax.config.update("jax_platforms", "cpu")
+    with one_line_errors():
+        export_drafter(source, destination, force=force)
+    typer.echo(f"{destination}: EAGLE-3 drafter in the official layout")
