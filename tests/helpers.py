@@ -54,7 +54,8 @@ def random_model(config: ModelConfig, *, seed: int = 0, dtype: Any = jnp.float32
         if name == "scale":
             values = rng.uniform(0.5, 1.5, shape.shape)
         else:
-            fan_in = {"embedding": 1, "lm_head": shape.shape[-1] / 4, "qkv_bias": 16}.get(name, shape.shape[0] / 4)
+            matrix = shape.shape[1:] if name.startswith("expert_") else shape.shape
+            fan_in = {"embedding": 1, "lm_head": shape.shape[-1] / 4}.get(name, 16 if name.endswith("bias") else matrix[0] / 4)
             values = rng.normal(0, fan_in**-0.5, shape.shape)
         return jnp.asarray(values, dtype)
 

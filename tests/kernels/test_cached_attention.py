@@ -19,7 +19,7 @@ CAPACITY = 40
 HEAD_DIM = 16
 SCALE = HEAD_DIM**-0.5
 
-cached_attention = jax.jit(eager_cached_attention, static_argnames=("scale", "implementation"))
+cached_attention = jax.jit(eager_cached_attention, static_argnames=("scale", "window", "implementation"))
 dot_product_attention = jax.jit(jax.nn.dot_product_attention, static_argnames=("scale", "implementation"))
 
 
@@ -110,3 +110,47 @@ def test_an_unknown_implementation_is_refused() -> None:
     query, keys, values = arrays(num_rows=2, num_heads=4, num_kv_heads=2)
     with pytest.raises(ValueError, match="implementation must be one of .*got 'cuda'"):
         cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE, implementation="cuda")
+
+
+@pytest.mark.parametrize("step_mask", [None, TREE], ids=["causal", "tree"])
+@pytest.mark.parametrize("window", [1, 3, 20, 100])
+def test_a_window_hides_what_lies_further_back(window: int, step_mask: np.ndarray | None) -> None:
+    query, keys, values = arrays(num_rows=4, num_heads=4, num_kv_heads=2)
+    mask = None if step_mask is None else jnp.asarray(step_mask)
+    got = cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE, step_mask=mask, window=window)
+    for row, length in enumerate(LENGTHS):
+        for t in range(4):
+            among_new = np.arange(4) <= t if step_mask is None else step_mask[t]
+            seen = [s for s in range(length + 4) if s > length + t - window and (s < length or among_new[s - length])]
+            for head in range(4):
+                expected = numpy_attention(query[row, t, head], keys[row, head // 2], values[row, head // 2], np.array(seen))
+                np.testing.assert_allclose(got[row, t, head], expected, atol=1e-5)
+    # What lies outside every row's window may be anything.
+    hidden = np.arange(CAPACITY) < np.maximum(LENGTHS - window + 1, 0)[:, None]
+    assert window >= 36 or hidden.any()
+    spoilt = jnp.where(hidden[:, None, :, None], jnp.nan, keys)
+    np.testing.assert_array_equal(cached_attention(query, spoilt, values, LENGTHS, scale=SCALE, step_mask=mask, window=window), got)
+
+
+def test_a_sink_takes_its_share_of_the_softmax_and_has_no_value() -> None:
+    query, keys, values = arrays(num_rows=2, num_heads=4, num_kv_heads=2)
+    sinks = jnp.array([0.5, -3.0, 40.0, 2.0])
+    got = cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE, sinks=sinks)
+    for row, length in enumerate(LENGTHS):
+        for t in range(2):
+            for head in range(4):
+                scores = np.asarray(keys[row, head // 2, : length + t + 1] @ query[row, t, head], np.float64) * SCALE
+                weights = np.exp(scores - 40) / (np.exp(scores - 40).sum() + np.exp(float(sinks[head]) - 40))
+                expected = weights @ np.asarray(values[row, head // 2, : length + t + 1])
+                np.testing.assert_allclose(got[row, t, head], expected, atol=1e-5)
+    without = cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE)
+    low = cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE, sinks=jnp.full((4,), -1e9))
+    np.testing.assert_allclose(low, without, atol=1e-6)
+
+
+def test_a_window_and_sinks_that_do_not_fit_are_refused() -> None:
+    query, keys, values = arrays(num_rows=1, num_heads=4, num_kv_heads=2)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE, window=0)
+    with pytest.raises(ValueError, match=r"a score for each of the 4 heads, got shape \(2,\)"):
+        cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE, sinks=jnp.zeros((2,)))

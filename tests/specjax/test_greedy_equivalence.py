@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, generate, speculative_generate
+from specjax import DraftModel, GenerateConfig, MoEConfig, NoDraft, PromptLookup, RopeConfig, generate, speculative_generate
 from specjax.sampling import SamplingParams
 from specjax.state import Draft
 from specjax.verification.rejection_sampling import RejectionSampling
@@ -26,6 +26,17 @@ from tests.helpers import (
     tiny_target,
 )
 
+# Windows shorter than the prompts, so that every draft and rollback crosses them.
+GPT_OSS = dict(
+    layer_windows=(6, None),
+    attention_sinks=True,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="clamped_swiglu",
+    rope=RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False, attention_factor=1.2),
+    moe=MoEConfig(num_experts=6, num_experts_per_token=2, intermediate_size=24, router_bias=True),
+)
 PROMPTS = random_prompts()
 LENGTHS = [len(prompt) for prompt in PROMPTS]
 
@@ -103,8 +114,11 @@ def test_greedy_equivalence_holds_for_every_family_of_decoder(full_grid: bool) -
         dict(qk_norm="head"),
         dict(qkv_bias=True, num_kv_heads=4),
         dict(tie_word_embeddings=True, num_layers=3),
+        dict(qk_norm="projection", clip_qkv=1.0, moe=MoEConfig(num_experts=6, num_experts_per_token=2, intermediate_size=24)),
+        dict(rope=RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)),
+        GPT_OSS,
     ]
-    for family in families if full_grid else families[:1]:
+    for family in families if full_grid else (families[0], GPT_OSS):
         model = random_model(tiny_config(**family), seed=5)
         text = greedy_text(PROMPTS, model=model)
         config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=4)
