@@ -5,10 +5,17 @@ Orbax's partial save: <https://orbax.readthedocs.io/en/latest/>, `orbax.checkpoi
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
+import glob
+import logging
 import os
 import re
 import shutil
+import sys
+import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +25,13 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import traverse_util
 
-# Leaves are written together up to this size: a norm scale is not worth a save of its own.
-_WRITE_BATCH_BYTES = 128 * 2**20
+# Leaves are written together up to this size. Each save reads again what the earlier ones noted: 300 saves take 94 s, however small.
+_WRITE_BATCH_BYTES = 256 * 2**20
 # Restored together: each batch costs a garbage collection, and its host buffers live until then.
 _READ_BATCH_BYTES = 512 * 2**20
 # A chunk is read and decoded whole, also where a device wants a part of it only.
 _CHUNK_BYTES = 64 * 2**20
+_GRACE_SECONDS = 0.3
 _LONGEST_REASON = 200
 _MAX_LISTED = 8
 
@@ -31,12 +39,12 @@ _MAX_LISTED = 8
 def write_arrays(folder: Path, expected: Mapping[str, Any], leaves: Iterable[tuple[str, np.ndarray | jax.Array]]) -> None:
     """Writes the leaves of a tree as they come, and makes the folder appear when all of them are on disk.
 
-    Holds one leaf at a time, or small ones up to 128 MiB together. A generator that keeps its own reference to what it yielded makes that
-    two: `del leaf` after the `yield`.
+    Holds one leaf, and others of 256 MiB in all before it. A generator that keeps its own reference to what it yielded holds one more:
+    `del leaf` after the `yield`.
 
     Args:
-        folder: The folder to create; one that exists must be empty. Until all is written there is `FOLDER.partial_save` beside it, which is
-            replaced if an interrupted call left one behind.
+        folder: The folder to create; one that exists must be empty. Until all is written there is `FOLDER.partial_save` beside it; what an
+            interrupted call left there is removed.
         expected: Nested dict of `jax.ShapeDtypeStruct`.
         leaves: Pairs of a path in that dict, joined with dots, and its array; each path once, in any order. NumPy arrays need not be
             contiguous or in memory (a transposed memory map is fine), JAX arrays may be sharded.
@@ -54,10 +62,12 @@ def write_arrays(folder: Path, expected: Mapping[str, Any], leaves: Iterable[tup
         folder.rmdir()
     if folder.exists():
         raise FileExistsError(f"{folder} exists and is not empty")
-    # Orbax goes on with what it finds there.
-    partial = folder.with_name(folder.name + ".partial_save")
-    shutil.rmtree(partial, ignore_errors=True)
-    waiting = traverse_util.flatten_dict(dict(expected), sep=".")
+    _remove_partial(folder)
+    waiting = _flat(expected)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    needed, free = _num_bytes(waiting), shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {needed:,} bytes are needed and {free:,} free", str(folder))
     known = frozenset(waiting)
     batch: dict[str, Any] = {}
     try:
@@ -74,13 +84,10 @@ def write_arrays(folder: Path, expected: Mapping[str, Any], leaves: Iterable[tup
             raise ValueError(f"{folder}: {len(waiting)} leaves did not come: {_listed(waiting)}")
         if batch:
             _write_batch(folder, batch)
-        try:
-            with _saving_options():
-                ocp.partial.finalize(folder)
-        except Exception as error:
-            raise _write_error(folder, error) from error
+        with _writing(folder):
+            ocp.partial.finalize(folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_partial(folder)
         raise
 
 
@@ -104,28 +111,79 @@ def read_arrays(folder: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         >>> read_arrays(Path("params"), {"scale": jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=here)})
     """
     folder = folder.absolute()
-    wanted = traverse_util.flatten_dict(dict(abstract), sep=".")
+    wanted = _flat(abstract)
     unplaced = [path for path, leaf in wanted.items() if leaf.sharding is None]
     if unplaced:
         raise ValueError(f"every leaf needs a sharding, these have none: {_listed(unplaced)}")
     try:
-        _check_stored(traverse_util.flatten_dict(dict(ocp.metadata(folder).metadata), sep="."), wanted)
-        arrays: dict[str, jax.Array] = {}
-        for batch in _batches(wanted):
-            arrays |= _read_batch(folder, batch)
-            # Orbax leaves the buffers that it read into in reference cycles: without this, host memory doubles.
-            gc.collect()
+        with _quiet():
+            _check_stored(ocp.metadata(folder).metadata, wanted)
+            arrays: dict[str, jax.Array] = {}
+            for batch in _batches(wanted):
+                arrays |= _read_batch(folder, batch)
+                # Orbax leaves the buffers that it read into in reference cycles: without this, host memory doubles.
+                gc.collect()
     except Exception as error:
         raise ValueError(f"{folder} cannot be read: {_reason(error)}") from error
     return traverse_util.unflatten_dict({path: arrays[path] for path in wanted}, sep=".")
 
 
 def _write_batch(folder: Path, batch: Mapping[str, Any]) -> None:
+    with _writing(folder):
+        ocp.partial.save(folder, traverse_util.unflatten_dict(dict(batch), sep="."))
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Around calls of Orbax that write: our options, and errors that say what the system said."""
     try:
-        with _saving_options():
-            ocp.partial.save(folder, traverse_util.unflatten_dict(dict(batch), sep="."))
+        with _quiet(), _saving_options():
+            try:
+                yield
+            except Exception:
+                # The batch's other writes are still under way, and would complain that nobody waits for them.
+                time.sleep(_GRACE_SECONDS)
+                raise
     except Exception as error:
-        raise _write_error(folder, error) from error
+        # TensorStore puts the system's error number into the text of a ValueError.
+        number = re.search(r"os_error_code='(\d+)'", str(error))
+        if number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"writing {folder} failed: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Orbax and asyncio print of a failure, once for each of their threads: we raise it."""
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+    before = [logger.disabled for logger in loggers]
+
+    def unless_abandoned(unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(("Event loop is closed", "Encountered error while reading array index")):
+            hook(unraisable)
+
+    sys.unraisablehook = unless_abandoned
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    except Exception as error:
+        # What the failed call left unfinished is closed here, not in whatever runs when the next collection comes.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise
+    finally:
+        sys.unraisablehook = hook
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _remove_partial(folder: Path) -> None:
+    # Orbax adds to what it finds there. It has a further suffix until its first save is complete.
+    for leftover in folder.parent.glob(glob.escape(folder.name) + ".partial_save*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _saving_options() -> ocp.Context:
@@ -148,7 +206,7 @@ def _read_batch(folder: Path, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     with context:
         tree = ocp.load(folder, traverse_util.unflatten_dict(dict(batch), sep="."))
     # Transfers that are under way hold the host's buffers.
-    return traverse_util.flatten_dict(jax.block_until_ready(tree), sep=".")
+    return _flat(jax.block_until_ready(tree))
 
 
 def _batches(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
@@ -160,6 +218,10 @@ def _batches(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, j
         batch[path] = leaf
     if batch:
         yield batch
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return traverse_util.flatten_dict(dict(tree), sep=".")  # pyright: ignore[reportReturnType]  # its keys are strings with `sep`
 
 
 def _num_bytes(leaves: Mapping[str, Any]) -> int:
@@ -174,21 +236,16 @@ def _check_leaf(path: str, array: Any, waiting: Mapping[str, Any], known: frozen
         raise ValueError(f"leaf {path} should be {want.dtype}{list(want.shape)}, got {array.dtype}{list(array.shape)}")
 
 
-def _check_stored(stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_stored(tree: Any, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    if tree is None:
+        raise ValueError("the list of its arrays is damaged")
+    stored = _flat(tree)
     if stored.keys() != wanted.keys():
         missing, extra = [path for path in wanted if path not in stored], [path for path in stored if path not in wanted]
         raise ValueError(f"it holds another tree; missing: {_listed(missing)}; not asked for: {_listed(extra)}")
     for path, leaf in wanted.items():
         if tuple(stored[path].shape) != leaf.shape:
             raise ValueError(f"leaf {path} is stored with shape {tuple(stored[path].shape)}, asked for {leaf.shape}")
-
-
-def _write_error(folder: Path, error: Exception) -> OSError:
-    """TensorStore reports the system's error in the text of a ValueError."""
-    number = re.search(r"OS error (\d+)", str(error))
-    if number:
-        return OSError(int(number[1]), os.strerror(int(number[1])), str(folder))
-    return error if isinstance(error, OSError) else OSError(f"writing {folder} failed: {_reason(error)}")
 
 
 def _reason(error: BaseException) -> str:
