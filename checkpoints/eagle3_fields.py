@@ -200,6 +200,7 @@ def _flags(raw: Mapping[str, Any], eagle: Mapping[str, Any], *, flat: bool) -> d
     if not flat and raw.get("norm_before_residual") is None and eagle.get("norm_before_residual") is None:
         raise ValueError("norm_before_residual is missing: readers of this format disagree on its default; write it into config.json")
     flags = {}
+    # SpecForge once meant another thing by norm_output (its pull request 879). Nothing in a file tells; such a drafter accepts few tokens.
     for flag in _FLAGS:
         found = {bool(values[flag]) for values in (eagle, raw) if values.get(flag) is not None}
         if flag == "norm_output" and eagle.get("return_hidden_post_norm") is not None:
@@ -258,8 +259,9 @@ def _check_num_features(
     declared = optional_size(raw, "num_aux_hidden_states", expected)
     if not found == expected == declared:
         raise ValueError(
-            f"fc.weight fuses features of {found} boundaries, but {_LAYER_IDS} has {expected}"
-            + ("" if declared == expected else f" and num_aux_hidden_states is {declared}")
+            f"fc.weight fuses features of {found} boundaries, but there are {expected} layer ids"
+            + (" by default" if feature_layers is None else "")
+            + ("" if declared == expected else f", and num_aux_hidden_states is {declared}")
             + ": pass feature_layers"
         )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import ModelConfig, Transformer
+from specjax import Transformer
 from specjax.checkpoints import hugging_face
 from specjax.checkpoints.drafters import open_drafter
 from specjax.checkpoints.source import check_source, read_params
@@ -253,4 +253,3 @@ def test_features_equal_the_hidden_states_of_transformers(tmp_path: Path, num_la
     output = model.apply({"params": read_params(source, "float32")}, jnp.asarray(tokens), cache, feature_layers=layers)
     expected = torch.cat([states[index] for index in layers], dim=-1).numpy()
     np.testing.assert_allclose(np.asarray(output.features), expected, rtol=0, atol=TOLERANCE)
-    assert isinstance(source.config, ModelConfig)
