@@ -85,7 +85,7 @@ def write_arrays(folder: Path, expected: Mapping[str, Any], leaves: Iterable[tup
         if batch:
             _write_batch(folder, batch)
         with _writing(folder):
-            ocp.partial.finalize(folder)
+            ocp.partial.finalize(str(folder))
     except BaseException:
         _remove_partial(folder)
         raise
@@ -117,7 +117,7 @@ def read_arrays(folder: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"every leaf needs a sharding, these have none: {_listed(unplaced)}")
     try:
         with _quiet():
-            _check_stored(ocp.metadata(folder).metadata, wanted)
+            _check_stored(ocp.metadata(str(folder)).metadata, wanted)
             arrays: dict[str, jax.Array] = {}
             for batch in _batches(wanted):
                 arrays |= _read_batch(folder, batch)
@@ -128,9 +128,22 @@ def read_arrays(folder: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     return traverse_util.unflatten_dict({path: arrays[path] for path in wanted}, sep=".")
 
 
+def stored_arrays(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what was written, by path joined with dots; no data is read.
+
+    Raises:
+        ValueError: There is no complete tree in `folder`.
+    """
+    try:
+        found = traverse_util.flatten_dict(dict(ocp.metadata(folder.absolute()).metadata), sep=".")
+    except Exception as error:
+        raise ValueError(f"{folder} cannot be read: {_reason(error)}") from error
+    return {path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for path, leaf in found.items()}
+
+
 def _write_batch(folder: Path, batch: Mapping[str, Any]) -> None:
     with _writing(folder):
-        ocp.partial.save(folder, traverse_util.unflatten_dict(dict(batch), sep="."))
+        ocp.partial.save(str(folder), traverse_util.unflatten_dict(dict(batch), sep="."))
 
 
 @contextlib.contextmanager
@@ -204,7 +217,7 @@ def _read_batch(folder: Path, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     # Where a chunk holds several devices' parts, each of them reads it whole. Must exceed the largest leaf; + 1: strictly.
     context.memory.read_concurrent_bytes = max(2 * _num_bytes({"": leaf}) for leaf in batch.values()) + _READ_BATCH_BYTES + 1
     with context:
-        tree = ocp.load(folder, traverse_util.unflatten_dict(dict(batch), sep="."))
+        tree = ocp.load(str(folder), traverse_util.unflatten_dict(dict(batch), sep="."))
     # Transfers that are under way hold the host's buffers.
     return _flat(jax.block_until_ready(tree))
 
