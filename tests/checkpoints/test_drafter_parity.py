@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -250,6 +251,7 @@ def test_features_equal_the_hidden_states_of_transformers(tmp_path: Path, num_la
     states[num_layers] = last[0]  # transformers' own comes after the final norm
     model = Transformer(source.config, dtype=jnp.float32, param_dtype=jnp.float32)
     cache = model.init_cache(batch_size=2, capacity=NUM_TOKENS)
-    output = model.apply({"params": read_params(source, "float32")}, jnp.asarray(tokens), cache, feature_layers=layers)
+    forward = jax.jit(model.apply, static_argnames="feature_layers")
+    output = forward({"params": read_params(source, "float32")}, jnp.asarray(tokens), cache, feature_layers=layers)
     expected = torch.cat([states[index] for index in layers], dim=-1).numpy()
     np.testing.assert_allclose(np.asarray(output.features), expected, rtol=0, atol=TOLERANCE)
