@@ -1,4 +1,4 @@
-"""Converts a Hugging Face model or a GGUF file to an Orbax checkpoint: `python -m specjax.checkpoints.convert SOURCE DESTINATION`.
+"""Converts a model or a drafter to an Orbax checkpoint: `python -m specjax.checkpoints.convert SOURCE DESTINATION`.
 
 Whatever can be wrong with the source or the destination is found before anything is written; the destination appears whole or not at all.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from specjax.checkpoints import gguf_file, hugging_face
+from specjax.checkpoints.any_source import open_any_source
 from specjax.checkpoints.atomic import atomic_folder, check_destination, check_space
-from specjax.checkpoints.kinds import abstract_params
+from specjax.checkpoints.kinds import abstract_params, kind_of
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip
 from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
-from specjax.checkpoints.store import TOKENIZER_FOLDER, write_checkpoint
+from specjax.checkpoints.store import TOKENIZER_FOLDER, read_transformer_config, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Conversion:
 
     Attributes:
         destination: The checkpoint.
+        kind: `"transformer"`, or the kind of drafter.
         num_parameters: How many numbers it holds.
         quantisation: How the source's weights were stored; `"none"` if they were not quantised.
         has_tokenizer: Whether the source had one.
@@ -41,6 +42,7 @@ class Conversion:
     """
 
     destination: Path
+    kind: str
     num_parameters: int
     quantisation: str
     has_tokenizer: bool
@@ -55,10 +57,13 @@ def convert(
     dtype: str = "bfloat16",
     force: bool = False,
     tie_embeddings: bool | None = None,
+    target: str | Path | None = None,
+    feature_layers: Sequence[int] | None = None,
+    draft_ids: str | None = None,
     check: bool | None = None,
     progress: bool = True,
 ) -> Conversion:
-    """Converts a model.
+    """Converts a model or a drafter, parameter by parameter: memory is bounded by the largest, whatever the model's size.
 
     Args:
         source: A Hugging Face folder or hub id, or a `.gguf` file.
@@ -66,6 +71,9 @@ def convert(
         dtype: `"bfloat16"` or `"float32"`, for every parameter.
         force: Replace a destination that exists.
         tie_embeddings: Whether the embedding is the LM head too; `None` goes by the source.
+        target: Drafters: the checkpoint of its target, to check that they fit and to settle which of its layers the drafter reads.
+        feature_layers: EAGLE-3 drafters: boundaries of the target to read, in the place of what config.json says.
+        draft_ids: EAGLE-3 drafters: `"offsets"` or `"absolute"`, how to read the map of a pruned vocabulary; `None` finds out.
         check: Compare logits with transformers before the checkpoint takes its place; `None` does so where PyTorch is installed and the
             model is small enough.
         progress: Show a progress bar on stderr.
@@ -84,8 +92,8 @@ def convert(
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")
     destination = Path(destination)
     check_destination(destination, force=force)
-    reader = gguf_file if str(source).endswith(".gguf") else hugging_face
-    found = reader.open_source(source, tie_embeddings=tie_embeddings)
+    target_config = None if target is None else read_transformer_config(target)
+    found = open_any_source(source, tie_embeddings=tie_embeddings, target=target_config, feature_layers=feature_layers, draft_ids=draft_ids)
     check_source(found)
     leaves = jax.tree.leaves(abstract_params(found.config, STORED_DTYPES[dtype]))
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
@@ -99,6 +107,7 @@ def convert(
         difference = None if skipped else check_logits(folder, found, dtype)
     return Conversion(
         destination=destination,
+        kind=kind_of(found.config),
         num_parameters=num_parameters,
         quantisation=found.quantisation,
         has_tokenizer=has_tokenizer,
@@ -120,7 +129,13 @@ def _metadata(source: WeightSource, bar: Progress) -> dict[str, Any]:
         with path.open("rb") as file:
             digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         bar.update(hashing, advance=path.stat().st_size)
-    return {"source": source.name, "source_format": source.format, "quantisation": source.quantisation, "source_sha256": digests}
+    return {
+        "source": source.name,
+        "source_format": source.format,
+        "architecture": source.architecture,
+        "quantisation": source.quantisation,
+        "source_sha256": digests,
+    }
 
 
 def convert_command(
@@ -132,6 +147,13 @@ def convert_command(
         bool | None,
         typer.Option("--tie-embeddings/--no-tie-embeddings", help="Whether the embedding is the LM head too. Default: as the source says."),
     ] = None,
+    target: Annotated[Path | None, typer.Option(help="Drafters: the checkpoint of the target that it was made for.")] = None,
+    feature_layers: Annotated[
+        str | None, typer.Option(help="EAGLE-3: boundaries of the target to read, such as 2,16,29. Default: as the source says.")
+    ] = None,
+    draft_ids: Annotated[
+        str | None, typer.Option(help="EAGLE-3: offsets or absolute, how to read the map of a pruned vocabulary. Default: found out.")
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option(
@@ -139,18 +161,38 @@ def convert_command(
         ),
     ] = None,
 ) -> None:
-    """Converts a Hugging Face model or a GGUF file to a specjax checkpoint."""
+    """Converts a model or a drafter (Hugging Face, GGUF, EAGLE-3, Medusa, Hydra) to a specjax checkpoint."""
     # Conversion is the host's work: it must not take an accelerator's memory.
     jax.config.update("jax_platforms", "cpu")
     with one_line_errors():
-        done = convert(source, destination, dtype=dtype, force=force, tie_embeddings=tie_embeddings, check=check)
-    typer.echo(f"{done.destination}: {done.num_parameters:,} parameters in {dtype}, source quantisation: {done.quantisation}")
-    if not done.has_tokenizer:
+        done = convert(
+            source,
+            destination,
+            dtype=dtype,
+            force=force,
+            tie_embeddings=tie_embeddings,
+            target=target,
+            feature_layers=_layers(feature_layers),
+            draft_ids=draft_ids,
+            check=check,
+        )
+    what = "" if done.kind == "transformer" else f"{done.kind} drafter, "
+    typer.echo(f"{done.destination}: {what}{done.num_parameters:,} parameters in {dtype}, source quantisation: {done.quantisation}")
+    if done.kind == "transformer" and not done.has_tokenizer:
         typer.echo("The source has no tokenizer: token ids only.")
     if done.max_logit_difference is None:
         typer.echo(f"Logits not compared with transformers: {done.check_skipped}.")
     else:
         typer.echo(f"Logits agree with transformers: largest difference {done.max_logit_difference:.2g}.")
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"--feature-layers should be numbers such as 2,16,29, got {text!r}") from error
 
 
 @contextlib.contextmanager

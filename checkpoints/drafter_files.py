@@ -55,6 +55,7 @@ def drafter_source(
     files: TensorFiles,
     *,
     config: Any,
+    architecture: str = "",
     tensors: Mapping[str, StoredTensor],
     parameters: Mapping[str, Parameter],
     ignored: frozenset[str],
@@ -62,6 +63,7 @@ def drafter_source(
     """A `WeightSource` of what was opened; the tensors under the names that `parameters` uses."""
     return WeightSource(
         name=name,
+        architecture=architecture,
         format="safetensors" if files.files[0].suffix == ".safetensors" else "torch",
         location=folder,
         config=config,

@@ -78,6 +78,7 @@ def open_source(path: str | Path, *, tie_embeddings: bool | None = None) -> Weig
     return WeightSource(
         name=path.name,
         format="gguf",
+        architecture=architecture,
         location=path,
         config=config,
         quantisation=_quantisation(fields, reader),

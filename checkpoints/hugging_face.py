@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 
-from specjax.checkpoints.families import model_config
+from specjax.checkpoints.families import architecture, model_config
 from specjax.checkpoints.fields import read_json
 from specjax.checkpoints.parameters import row_chunks
 from specjax.checkpoints.source import StoredTensor, WeightSource
@@ -71,7 +71,8 @@ def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> We
         ValueError: Neither a folder nor a hub id in reach, an unsupported configuration, or an unreadable file.
     """
     folder, name = locate(source)
-    config = model_config(read_json(folder / "config.json", name), tie_embeddings=tie_embeddings)
+    raw = read_json(folder / "config.json", name)
+    config = model_config(raw, tie_embeddings=tie_embeddings)
     files = open_safetensors(folder, name)
     ignored = {tensor for tensor in files.tensors if tensor.endswith(_IGNORED_SUFFIX)}
     if config.tie_word_embeddings and "lm_head.weight" in files.tensors:
@@ -81,6 +82,7 @@ def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> We
     return WeightSource(
         name=name,
         format="safetensors",
+        architecture=architecture(raw),
         location=folder,
         config=config,
         quantisation="MXFP4" if layout == "gpt_oss_mxfp4" else "none",

@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax.checkpoints.source import WeightSource
 from specjax.checkpoints.store import load_checkpoint
+from specjax.config import ModelConfig
 
 # Share of the largest logit. Two float32 implementations differ by about 1e-5 of it; a wrong layout, frequency or missing bias by about 1.
 TOLERANCE = 1e-3
@@ -28,6 +29,8 @@ class LogitMismatchError(ValueError):
 
 def reason_to_skip(source: WeightSource, num_parameters: int) -> str:
     """Why the check does not run unless asked for; empty if it does."""
+    if not isinstance(source.config, ModelConfig):
+        return "transformers has no implementation of this drafter"
     missing = _missing_packages(source)
     if missing:
         return f"{' and '.join(missing)} not installed"
@@ -51,6 +54,8 @@ def check_logits(folder: str | Path, source: WeightSource, dtype: str) -> float:
         LogitMismatchError: It exceeds `TOLERANCE` times the largest logit.
         ValueError: A package that transformers needs for this is not installed.
     """
+    if not isinstance(source.config, ModelConfig):
+        raise ValueError(f"{source.name}: {reason_to_skip(source, 0)}: pass --no-check (check=False)")
     missing = _missing_packages(source)
     if missing:
         raise ValueError(f"the logit check needs {' and '.join(missing)}: install, or pass --no-check (check=False)")

@@ -71,6 +71,7 @@ class WeightSource:
     Attributes:
         name: What to call it: a hub id, or the folder's or file's own name.
         format: `"safetensors"`, `"gguf"` or `"torch"`.
+        architecture: What the source calls its kind of model.
         location: The folder or file on this machine.
         config: Our configuration of it; its class says which kind of model it is.
         quantisation: `"none"`, or the name of the block formats that the weights were stored in.
@@ -83,6 +84,7 @@ class WeightSource:
 
     name: str
     format: str
+    architecture: str
     location: Path
     config: Any
     quantisation: str

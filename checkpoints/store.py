@@ -26,11 +26,12 @@ from specjax.checkpoints.arrays import read_arrays, write_arrays
 from specjax.checkpoints.atomic import atomic_folder
 from specjax.checkpoints.kinds import abstract_params, build_model, config_from_dict, config_to_dict, kind_of
 from specjax.checkpoints.source import STORED_DTYPES
+from specjax.config import ModelConfig
 
 FORMAT_VERSION = 2
 TOKENIZER_FOLDER = "tokenizer"
 _MANIFEST = "specjax.json"
-_PARAMS = "params"
+PARAMS_FOLDER = "params"
 # Characters of Orbax's message, which goes on with source locations.
 _LONGEST_REASON = 200
 
@@ -140,7 +141,7 @@ def write_checkpoint(
         leaves: Paths joined with dots, and arrays; each is let go before the next is asked for.
         metadata: Called when all leaves are written: what else to remember.
     """
-    write_arrays(folder / _PARAMS, abstract_params(config, STORED_DTYPES[dtype]), leaves)
+    write_arrays(folder / PARAMS_FOLDER, abstract_params(config, STORED_DTYPES[dtype]), leaves)
     manifest = {
         "format_version": FORMAT_VERSION,
         "kind": kind_of(config),
@@ -176,7 +177,7 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
     shardings = _default_sharding() if shardings is None else shardings
     placed = jax.tree.map(lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding), subtree), shardings, abstract.params)
     try:
-        params = read_arrays(path / _PARAMS, placed)
+        params = read_arrays(path / PARAMS_FOLDER, placed)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
         raise ValueError(f"{path}: the parameters cannot be read; is the copy whole? ({reason})") from error
@@ -227,6 +228,23 @@ def abstract_checkpoint(path: str | Path, *, dtype: Any = None) -> AbstractCheck
 def read_model(path: str | Path, *, dtype: Any = None) -> Any:
     """The module of `abstract_checkpoint`."""
     return abstract_checkpoint(path, dtype=dtype).model
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder looks like one of ours."""
+    return (Path(path) / _MANIFEST).is_file()
+
+
+def read_transformer_config(path: str | Path) -> ModelConfig:
+    """The shape of a saved target or draft model.
+
+    Raises:
+        ValueError: As `read_manifest`; or the checkpoint is a drafter's.
+    """
+    manifest = read_manifest(path)
+    if not isinstance(manifest.config, ModelConfig):
+        raise ValueError(f"{path} is the checkpoint of a drafter ({manifest.kind}), not of a language model")
+    return manifest.config
 
 
 def read_manifest(path: str | Path) -> Manifest:

@@ -14,7 +14,7 @@ import typer
 
 from specjax.capacity import bucket
 from specjax.checkpoints.convert import one_line_errors
-from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
+from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model, read_transformer_config
 from specjax.checkpoints.tokenizer_check import check_same_tokenizer
 from specjax.commands.memory_plan import plan_memory
 from specjax.config import GenerateConfig
@@ -61,6 +61,8 @@ def generate_command(
         )
         paths = [target] if drafter in (PROMPT_LOOKUP, NO_DRAFTER) else [target, Path(drafter)]
         text = sys.stdin.read() if prompt == "-" else prompt
+        for path in paths:
+            read_transformer_config(path)
         models = [read_model(path, dtype=number) for path in paths]
         plan = plan_memory(models, batch_size=1, capacity=bucket(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1))
         typer.echo(plan.describe(), err=True)

@@ -7,9 +7,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-
-from specjax.models.transformer import Transformer
 
 _GIB = 2**30
 
@@ -47,20 +44,26 @@ class MemoryPlan:
             )
 
 
-def plan_memory(models: list[Transformer], *, batch_size: int, capacity: int, device: Any = None) -> MemoryPlan:
+def plan_memory(models: list[Any], *, batch_size: int, capacity: int, device: Any = None) -> MemoryPlan:
     """Adds up shapes; nothing is allocated.
 
     Args:
-        models: The target, and the draft model if there is one.
+        models: The modules: the target's, and that of its draft model or drafter if there is one.
         batch_size: B.
         capacity: S, cache slots a row.
         device: Where; the default device if `None`.
     """
-    params = [jax.eval_shape(model.init_params, jax.random.key(0)) for model in models]
-    params_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    params_bytes = sum(num_bytes(jax.eval_shape(model.init_params, jax.random.key(0))) for model in models)
     cache_bytes = 0
     for model in models:
-        slots = batch_size * capacity * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim
-        cache_bytes += 2 * slots * jnp.dtype(model.dtype).itemsize
+        # Heads without layers of their own (Medusa, Hydra) keep no cache.
+        if hasattr(model, "init_cache"):
+            cache = jax.eval_shape(lambda model=model: model.init_cache(batch_size=batch_size, capacity=capacity))
+            cache_bytes += num_bytes((cache.keys, cache.values))
     stats = (device or jax.devices()[0]).memory_stats() or {}
     return MemoryPlan(params_bytes=params_bytes, cache_bytes=cache_bytes, available_bytes=stats.get("bytes_limit"))
+
+
+def num_bytes(tree: Any) -> int:
+    """Of all arrays, or shapes of arrays, in a tree."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,212 @@
+"""`specjax describe`: what is in a checkpoint of any format, and whether it would convert. No weights are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from specjax.checkpoints.any_source import open_any_source
+from specjax.checkpoints.arrays import stored_arrays
+from specjax.checkpoints.convert import one_line_errors
+from specjax.checkpoints.kinds import abstract_params, build_model, config_to_dict, kind_of
+from specjax.checkpoints.source import STORED_DTYPES, compare
+from specjax.checkpoints.store import PARAMS_FOLDER, is_checkpoint, read_manifest
+from specjax.commands.memory_plan import num_bytes, plan_memory
+
+_MAX_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What is there.
+
+    Attributes:
+        name: What the model calls itself.
+        format: `"specjax, format 2"`, or the format of the files.
+        kind: `"transformer"`, or the kind of drafter.
+        architecture: What the source calls it; empty if it is not known.
+        quantisation: How the weights were stored in the source.
+        config: Our configuration.
+        num_parameters: How many numbers it holds, as it is used.
+        stored: Bytes in the files by dtype.
+        params_bytes: Weights in memory, in `dtype`.
+        cache_bytes: Keys and values at `batch_size` and `context`, in `dtype`.
+        dtype: Of the two lines above.
+        batch_size: B.
+        context: Tokens a row.
+        missing: What the configuration needs and is not there.
+        left_over: What is there and fits nowhere.
+        wrong: Tensors of another shape or dtype, a sentence each.
+    """
+
+    name: str
+    format: str
+    kind: str
+    architecture: str
+    quantisation: str
+    config: Any
+    num_parameters: int
+    stored: dict[str, int]
+    params_bytes: int
+    cache_bytes: int
+    dtype: str
+    batch_size: int
+    context: int
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing, left over or wrong."""
+        return not (self.missing or self.left_over or self.wrong)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {"config": config_to_dict(self.config), "is_whole": self.is_whole}
+
+
+def describe(path: str | Path, *, batch_size: int = 1, context: int | None = None, dtype: str = "bfloat16") -> Description:
+    """Describes a checkpoint, a Hugging Face folder or hub id, a GGUF file or a drafter as published.
+
+    Args:
+        path: What to describe.
+        batch_size: B, for the memory of the cache.
+        context: Tokens a row, likewise; `None` is the model's whole window.
+        dtype: `"bfloat16"` or `"float32"`, for the memory of weights and cache.
+
+    Raises:
+        ValueError: Nothing that is supported, or a number below 1.
+    """
+    if dtype not in STORED_DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")
+    if batch_size < 1 or (context is not None and context < 1):
+        raise ValueError(f"batch_size and context must be at least 1, got {batch_size} and {context}")
+    found = _of_checkpoint(Path(path)) if is_checkpoint(path) else _of_source(path)
+    model = build_model(found["config"], STORED_DTYPES[dtype])
+    decoder = getattr(model.config, "decoder", model.config)
+    window = getattr(decoder, "max_position_embeddings", 0)
+    plan = plan_memory([model], batch_size=batch_size, capacity=context or window)
+    return Description(
+        kind=kind_of(model.config),
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(model.config, STORED_DTYPES[dtype]))),
+        params_bytes=plan.params_bytes,
+        cache_bytes=plan.cache_bytes,
+        dtype=dtype,
+        batch_size=batch_size,
+        context=context or window,
+        **found,
+    )
+
+
+def _of_checkpoint(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    stored = stored_arrays(path / PARAMS_FOLDER)
+    expected = _flat(abstract_params(manifest.config, STORED_DTYPES[manifest.dtype]))
+    sizes: Counter[str] = Counter()
+    for leaf in stored.values():
+        sizes[str(leaf.dtype)] += num_bytes(leaf)
+    wrong = [
+        f"parameter {name} should have shape {leaf.shape} and dtype {leaf.dtype}, got {stored[name].shape} and {stored[name].dtype}"
+        for name, leaf in expected.items()
+        if name in stored and (stored[name].shape, stored[name].dtype) != (leaf.shape, leaf.dtype)
+    ]
+    return {
+        "name": manifest.metadata.get("source") or path.resolve().name,
+        "format": f"specjax, format {manifest.format_version}",
+        "architecture": manifest.metadata.get("architecture", ""),
+        "quantisation": manifest.metadata.get("quantisation", "none"),
+        "config": manifest.config,
+        "stored": dict(sizes),
+        "missing": tuple(name for name in expected if name not in stored),
+        "left_over": tuple(name for name in stored if name not in expected),
+        "wrong": tuple(wrong),
+    }
+
+
+def _of_source(path: str | Path) -> dict[str, Any]:
+    source = open_any_source(path)
+    found = compare(source)
+    sizes: Counter[str] = Counter()
+    for tensor in source.tensors.values():
+        sizes[tensor.dtype if source.format != "gguf" else source.quantisation] += tensor.num_bytes
+    return {
+        "name": source.name,
+        "format": source.format,
+        "architecture": source.architecture,
+        "quantisation": source.quantisation,
+        "config": source.config,
+        "stored": dict(sizes),
+        "missing": tuple(dict.fromkeys(name for names in found.unfilled.values() for name in names)),
+        "left_over": found.unmapped,
+        "wrong": found.wrong,
+    }
+
+
+def _flat(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    return {".".join(str(key.key) for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def describe_command(
+    path: Annotated[str, typer.Argument(help="A checkpoint, a Hugging Face folder or hub id, a GGUF file, or a drafter as published.")],
+    batch: Annotated[int, typer.Option(help="Sequences in a batch, for the memory of the cache.")] = 1,
+    context: Annotated[int | None, typer.Option(help="Tokens a sequence, likewise. Default: the whole window.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32, for the memory of weights and cache.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Says what is in a checkpoint of any format, and whether it is whole; exit status 1 if it is not. Reads no weights."""
+    jax.config.update("jax_platforms", "cpu")
+    with one_line_errors():
+        found = describe(path, batch_size=batch, context=context, dtype=dtype)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+    raise typer.Exit(0 if found.is_whole else 1)
+
+
+def _print(found: Description) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_row("name", found.name)
+    table.add_row("format", found.format)
+    table.add_row("kind", found.kind + (f" ({found.architecture})" if found.architecture else ""))
+    table.add_row("stored as", ", ".join(f"{dtype} {decimal(size)}" for dtype, size in sorted(found.stored.items())))
+    table.add_row("quantisation", found.quantisation)
+    table.add_row("parameters", f"{found.num_parameters:,}")
+    table.add_row("memory, weights", f"{decimal(found.params_bytes)} in {found.dtype}")
+    if found.context:
+        table.add_row("memory, cache", f"{decimal(found.cache_bytes)} in {found.dtype}, {found.batch_size} × {found.context:,} tokens")
+    for name, value in _settings(found.config):
+        table.add_row(name, value)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for title, names in (("missing", found.missing), ("left over", found.left_over), ("wrong", found.wrong)):
+        for name in names:
+            console.print(f"{title}: {name}")
+    console.print("whole" if found.is_whole else "NOT whole", style="bold")
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of a configuration that are not at their default, those of nested ones behind a dot."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{prefix}{field.name}.")
+        elif isinstance(value, tuple) and len(value) > _MAX_SHOWN:
+            yield prefix + field.name, f"{', '.join(map(str, value[:_MAX_SHOWN]))}, … ({len(value)} entries)"
+        else:
+            yield prefix + field.name, str(value)
