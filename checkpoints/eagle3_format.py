@@ -88,8 +88,16 @@ def open_source(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     config = eagle3_config(raw, shapes, first_layer=first, target=target, feature_layers=feature_layers)
     ids = _draft_to_target(config, tensors, draft_ids)
-    table = eagle3_table(config, ids, first_layer=first)
-    return drafter_source(folder, name, files, config=config, tensors=tensors, parameters=table, ignored=_ignored(config, tensors))
+    return drafter_source(
+        folder,
+        name,
+        files,
+        config=config,
+        architecture=(raw.get("architectures") or [""])[0],
+        tensors=tensors,
+        parameters=eagle3_table(config, ids, first_layer=first),
+        ignored=_ignored(config, tensors),
+    )
 
 
 def eagle3_table(cfg: Eagle3Config, draft_to_target: np.ndarray, *, first_layer: str) -> dict[str, Parameter]:

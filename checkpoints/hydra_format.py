@@ -65,6 +65,7 @@ def open_source(folder: Path, name: str, raw: Mapping[str, Any], files: TensorFi
         name,
         files,
         config=config,
+        architecture=architecture,
         tensors=files.tensors,
         parameters=_table(config),
         ignored=frozenset(surplus | {_TARGET_EMBEDDING}),
