@@ -304,8 +304,8 @@ def test_memory_does_not_grow_with_the_tree(tmp_path: Path) -> None:
             peak = max(peak, anonymous_mib(process.pid))
             time.sleep(0.01)
     assert process.returncode == 0
-    # Two leaves wait for the third's turn, one is being made, and a chunk or two is in TensorStore's hands.
-    assert 128 <= peak - baseline <= 640
+    # Two leaves are a batch; TensorStore holds copies of some of their chunks while it writes them.
+    assert 128 <= peak - baseline <= 640, (baseline, peak)
 
 
 def anonymous_mib(pid: int) -> int:
