@@ -117,7 +117,7 @@ def read_arrays(folder: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"every leaf needs a sharding, these have none: {_listed(unplaced)}")
     try:
         with _quiet():
-            _check_stored(ocp.metadata(str(folder)).metadata, wanted)
+            _check_stored(_stored(folder), wanted)
             arrays: dict[str, jax.Array] = {}
             for batch in _batches(wanted):
                 arrays |= _read_batch(folder, batch)
@@ -134,11 +134,12 @@ def stored_arrays(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
         ValueError: There is no complete tree in `folder`.
     """
+    folder = folder.absolute()
     try:
-        found = traverse_util.flatten_dict(dict(ocp.metadata(folder.absolute()).metadata), sep=".")
+        with _quiet():
+            return _stored(folder)
     except Exception as error:
         raise ValueError(f"{folder} cannot be read: {_reason(error)}") from error
-    return {path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for path, leaf in found.items()}
 
 
 def _write_batch(folder: Path, batch: Mapping[str, Any]) -> None:
@@ -249,16 +250,20 @@ def _check_leaf(path: str, array: Any, waiting: Mapping[str, Any], known: frozen
         raise ValueError(f"leaf {path} should be {want.dtype}{list(want.shape)}, got {array.dtype}{list(array.shape)}")
 
 
-def _check_stored(tree: Any, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _stored(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    tree: Any = ocp.metadata(str(folder)).metadata
     if tree is None:
         raise ValueError("the list of its arrays is damaged")
-    stored = _flat(tree)
+    return {path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for path, leaf in _flat(tree).items()}
+
+
+def _check_stored(stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     if stored.keys() != wanted.keys():
         missing, extra = [path for path in wanted if path not in stored], [path for path in stored if path not in wanted]
         raise ValueError(f"it holds another tree; missing: {_listed(missing)}; not asked for: {_listed(extra)}")
     for path, leaf in wanted.items():
-        if tuple(stored[path].shape) != leaf.shape:
-            raise ValueError(f"leaf {path} is stored with shape {tuple(stored[path].shape)}, asked for {leaf.shape}")
+        if stored[path].shape != leaf.shape:
+            raise ValueError(f"leaf {path} is stored with shape {stored[path].shape}, asked for {leaf.shape}")
 
 
 def _reason(error: BaseException) -> str:

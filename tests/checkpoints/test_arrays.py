@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from specjax.checkpoints.arrays import read_arrays, write_arrays
+from specjax.checkpoints.arrays import read_arrays, stored_arrays, write_arrays
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "int32": np.int32, "bool": np.bool_}
@@ -74,6 +74,7 @@ def test_every_dtype_comes_back_in_the_order_of_the_tree(tmp_path: Path) -> None
     restored = read_arrays(tmp_path / "saved", wanted)
     assert_equal(restored, values())
     assert list(restored) == list(wanted)
+    assert stored_arrays(tmp_path / "saved") == {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in values().items()}
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
@@ -275,6 +276,9 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, capfd: pytest.C
         file.write_bytes(content[: len(content) // 2]) if damage == "cut" else file.unlink()
         with pytest.raises(ValueError, match=r"^[^\n]*saved cannot be read: [^\n]+$"):
             read_arrays(tmp_path / "saved", placed(expected))
+        if file != data:
+            with pytest.raises(ValueError, match=r"^[^\n]*saved cannot be read: [^\n]+$"):
+                stored_arrays(tmp_path / "saved")
         file.write_bytes(content)
     assert_equal(read_arrays(tmp_path / "saved", placed(expected)), big)
     assert capfd.readouterr().err == ""
