@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from specjax import ModelConfig
+from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.source import WeightSource, check_source
+
 WIDTH, FFN, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 32, 48, 96, 40
 # Not the first tokens, and with gaps and runs.
 KEPT_IDS = np.sort(np.random.default_rng(5).permutation(VOCAB_SIZE)[:DRAFT_VOCAB_SIZE])
@@ -112,3 +116,17 @@ def write_drafter(folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, np
     (folder / "config.json").write_text(json.dumps(raw))
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / file)
     return folder
+
+
+def opened(folder: Path, **options: Any) -> WeightSource:
+    """A drafter that fits its configuration."""
+    source = open_drafter(folder, **options)
+    assert source is not None
+    check_source(source)
+    return source
+
+
+def target(num_layers: int = 32, **changes: Any) -> ModelConfig:
+    """A target that these drafters fit."""
+    sizes = dict(vocab_size=VOCAB_SIZE, hidden_size=WIDTH, intermediate_size=FFN, num_heads=4, num_kv_heads=2, head_dim=8)
+    return ModelConfig(**sizes | dict(num_layers=num_layers, max_position_embeddings=128) | changes)
