@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,7 +27,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specjax.checkpoints.convert", *map(str, arguments)]
+    return _run("-m", "specjax.checkpoints.convert", *map(str, arguments))
+
+
+def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return _run("-c", textwrap.dedent(script), *map(str, arguments))
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
@@ -101,3 +112,65 @@ def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with one_line_errors():
         warnings.warn("the head differs")
     assert capsys.readouterr().err == "warning: the head differs\n"
+
+
+# Converts argv[1] to argv[2], and kills itself when so many parameters have been read.
+KILLED_CONVERSION = """
+    import os, signal, sys
+    from specjax.checkpoints import convert
+
+    def interrupted(*arguments, stream=convert.stream_params):
+        for index, leaf in enumerate(stream(*arguments)):
+            if index == int(sys.argv[3]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield leaf
+
+    convert.stream_params = interrupted
+    convert.convert(sys.argv[1], sys.argv[2], dtype="float32", check=False, progress=False, force=sys.argv[4] == "force")
+"""
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["no earlier checkpoint", "an earlier checkpoint"])
+def test_a_conversion_killed_twice_leaves_what_was_there_and_can_be_run_again(tmp_path: Path, source: Path, earlier: bool) -> None:
+    destination, force = tmp_path / "out", "force" if earlier else ""
+    if earlier:
+        convert(source, destination, dtype="bfloat16", check=False, progress=False)
+    for num_read in (2, 11):
+        done = run_python(KILLED_CONVERSION, source, destination, num_read, force)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert destination.exists() == earlier
+        if earlier:
+            assert load_checkpoint(destination).metadata["dtype"] == "bfloat16"
+    convert(source, destination, dtype="float32", check=False, progress=False, force=earlier)
+    expected = read_params(hugging_face.open_source(source), "float32")
+    jax.tree.map(np.testing.assert_array_equal, load_checkpoint(destination).params, expected)
+    assert [path.name for path in tmp_path.iterdir() if path != source] == ["out"]
+
+
+def test_a_disk_that_is_full_is_said_in_one_line_and_nothing_is_lost(tmp_path: Path, source: Path) -> None:
+    destination = tmp_path / "out"
+    convert(source, destination, dtype="bfloat16", check=False, progress=False)
+    full = """
+        import resource, signal, sys
+        from specjax.checkpoints.convert import app
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # no file may grow beyond this
+        app([sys.argv[1], sys.argv[2], "--dtype", "float32", "--force", "--no-check"])
+    """
+    done = run_python(full, source, destination)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "File too large" in errors[0]
+    assert "Traceback" not in done.stderr
+    assert load_checkpoint(destination).metadata["dtype"] == "bfloat16"
+    assert [path.name for path in tmp_path.iterdir() if path != source] == ["out"]
+
+
+def test_too_little_space_is_noticed_before_anything_is_read(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000, used=0, free=1000))
+    monkeypatch.setattr("specjax.checkpoints.convert.stream_params", None)
+    with pytest.raises(OSError, match=r"needs .* GB, and .* has 0\.00 GB free"):
+        convert(source, tmp_path / "out", check=False, progress=False)
+    assert not (tmp_path / "out").exists()

@@ -5,14 +5,22 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import json
+import sys
 import jax, jax.numpy as jnp, numpy as np
-from specjax import DraftModel, GenerateConfig, ModelConfig, Transformer, generate, speculative_generate
+from specjax import DraftModel, GenerateConfig, MoEConfig, ModelConfig, Transformer, generate, speculative_generate
 from specjax.sharding import cache_sharding, param_shardings
 
-config = ModelConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=8,
-                     max_position_embeddings=256, qkv_bias=True, tie_word_embeddings=True)
+sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_heads=8, num_kv_heads=4, head_dim=8, max_position_embeddings=256)
+# A dense model, and one with everything that GPT-OSS has.
+moe = MoEConfig(num_experts=6, num_experts_per_token=2, intermediate_size=32, router_bias=True)
+config = {
+    "dense": ModelConfig(num_layers=1, qkv_bias=True, tie_word_embeddings=True, **sizes),
+    "experts": ModelConfig(num_layers=2, moe=moe, layer_windows=(4, None), attention_sinks=True, mlp_bias=True, output_bias=True, **sizes),
+}[sys.argv[1]]
 model = Transformer(config, dtype=jnp.float32, param_dtype=jnp.float32)
 params = model.init_params(jax.random.key(0))
 draft = jax.tree.map(lambda a, b: a + 0.3 * b, params, model.init_params(jax.random.key(1)))
@@ -28,18 +36,22 @@ for shape in ((2, 4), (1, 8)):
     keys = output.continuation.target_cache.keys[0].sharding.spec
     results[str(shape)] = {"equal": bool((np.asarray(output.tokens) == np.asarray(alone.tokens)).all()),
                            "cache": [str(part) for part in keys],
-                           "qkv": str(place(params)["layer_0"]["attention"]["qkv"].sharding.spec)}
+                           "specs": {name: str(leaf.sharding.spec)
+                                     for part in place(params)["layer_0"].values() for name, leaf in part.items()}}
 print(json.dumps(results))
 """
 
 
-def test_tokens_under_a_mesh_equal_those_of_one_device():
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_tokens_under_a_mesh_equal_those_of_one_device(kind: str) -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, kind], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert results.pop("devices") == 8
     assert all(result["equal"] for result in results.values()), results
-    assert "model" in results["(2, 4)"]["qkv"]
+    specs = results["(2, 4)"]["specs"]
+    split = ["qkv", "output", *(["sinks", "expert_gate_up", "expert_down"] if kind == "experts" else ["gate_up", "down"])]
+    assert all("model" in specs[name] for name in split), specs
     assert "data" in results["(2, 4)"]["cache"]
     assert "model" in results["(2, 4)"]["cache"]
