@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -26,19 +25,6 @@ def check_destination(destination: str | Path, *, force: bool) -> None:
     parent = next(folder for folder in destination.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise PermissionError(f"{destination} cannot be created: {parent} is not a writable folder")
-
-
-def check_space(destination: str | Path, num_bytes: int) -> None:
-    """Says early whether the disk has room. The destination itself may be written beside what it replaces.
-
-    Raises:
-        OSError: It has not.
-    """
-    destination = Path(destination).absolute()
-    parent = next(folder for folder in destination.parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if num_bytes > free:
-        raise OSError(errno.ENOSPC, f"{destination} needs {num_bytes / 1e9:.2f} GB, and {parent} has {free / 1e9:.2f} GB free")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from specjax.checkpoints.any_source import open_any_source
-from specjax.checkpoints.atomic import atomic_folder, check_destination, check_space
+from specjax.checkpoints.atomic import atomic_folder, check_destination
 from specjax.checkpoints.kinds import abstract_params, kind_of
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip
 from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
@@ -97,7 +97,6 @@ def convert(
     check_source(found)
     leaves = jax.tree.leaves(abstract_params(found.config, STORED_DTYPES[dtype]))
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
-    check_space(destination, sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
     skipped = {None: reason_to_skip(found, num_parameters), True: "", False: "not asked for"}[check]
     with atomic_folder(destination, force=force) as folder, _progress(shown=progress) as bar:
         has_tokenizer = found.write_tokenizer(folder / TOKENIZER_FOLDER)

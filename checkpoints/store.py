@@ -32,8 +32,6 @@ FORMAT_VERSION = 2
 TOKENIZER_FOLDER = "tokenizer"
 _MANIFEST = "specjax.json"
 PARAMS_FOLDER = "params"
-# Characters of Orbax's message, which goes on with source locations.
-_LONGEST_REASON = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +176,8 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
     placed = jax.tree.map(lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding), subtree), shardings, abstract.params)
     try:
         params = read_arrays(path / PARAMS_FOLDER, placed)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
-        raise ValueError(f"{path}: the parameters cannot be read; is the copy whole? ({reason})") from error
+    except ValueError as error:
+        raise ValueError(f"{error}. Is the copy whole?") from error
     tokenizer = path / TOKENIZER_FOLDER
     return Checkpoint(
         model=abstract.model,

@@ -263,7 +263,7 @@ def test_damaged_parameters_are_said(tmp_path: Path) -> None:
     # In its own process: Orbax leaves reads of other parameters behind.
     done = python("import sys, specjax.checkpoints.store as store; store.load_checkpoint(sys.argv[1])", tmp_path / "saved")
     assert "ValueError: " in done.stderr
-    assert "the parameters cannot be read; is the copy whole?" in done.stderr
+    assert re.search(r"params cannot be read: .*\. Is the copy whole\?", done.stderr)
 
 
 def test_parameters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
