@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints import eagle3_format, hydra_format, medusa_format
-from specjax.checkpoints.drafter_files import open_files
 from specjax.checkpoints.fields import read_json
 from specjax.checkpoints.source import WeightSource
+from specjax.checkpoints.tensor_files import open_file, open_weight_files
 from specjax.config import ModelConfig
 
 _ALGORITHMS = ("eagle3", "medusa")
@@ -74,14 +74,15 @@ def _open(
     if algorithm is not None and algorithm not in _ALGORITHMS:
         raise ValueError(f"speculators_model_type {algorithm!r} is not supported; supported: {', '.join(_ALGORITHMS)}")
     for reader in (medusa_format, hydra_format):
-        files = open_files(folder, name, reader.FILE_STEM)
-        if files is None and reader.detects(raw):
-            files = open_files(folder, name)
+        own = next((folder / file for file in reader.FILES if (folder / file).is_file()), None)
+        if own is not None:
+            return reader.open_source(folder, name, raw, open_file(own, name), target=target)
+        if reader.detects(raw):
+            files = open_weight_files(folder, name)
             if files is None:
-                raise ValueError(f"needs {reader.FILE_STEM}.safetensors, {reader.FILE_STEM}.pt or model.safetensors, and has none of them")
-        if files is not None:
+                raise ValueError(f"needs {', '.join(reader.FILES)} or model.safetensors, and has none of them")
             return reader.open_source(folder, name, raw, files, target=target)
-    files = open_files(folder, name)
+    files = open_weight_files(folder, name)
     if files is None or not eagle3_format.detects(raw, tuple(files.tensors)):
         return None
     return eagle3_format.open_source(folder, name, raw, files, target=target, feature_layers=feature_layers, draft_ids=draft_ids)

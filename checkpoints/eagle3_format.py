@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints.draft_vocabulary import target_ids
-from specjax.checkpoints.drafter_files import drafter_source
+from specjax.checkpoints.drafter_source import drafter_source
 from specjax.checkpoints.eagle3_fields import eagle3_config
 from specjax.checkpoints.parameters import gate_up, grouped_qkv, plain, stacked, transposed
 from specjax.checkpoints.source import INTEGER, Parameter, Read, StoredTensor, WeightSource

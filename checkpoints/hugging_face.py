@@ -1,4 +1,4 @@
-"""Reads a Hugging Face model: a folder, or a hub id, with config.json and safetensors weights."""
+"""Reads a Hugging Face model: a folder, or a hub id, with config.json and weights in safetensors or PyTorch's format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.checkpoints.families import architecture, model_config
 from specjax.checkpoints.fields import read_json
 from specjax.checkpoints.parameters import row_chunks
 from specjax.checkpoints.source import StoredTensor, WeightSource
-from specjax.checkpoints.tensor_files import INDEX, open_safetensors
+from specjax.checkpoints.tensor_files import INDEX, needed_weight_files
 from specjax.checkpoints.transformer_weights import transformer_table
 from specjax.config import ModelConfig
 
@@ -33,8 +33,9 @@ TOKENIZER_FILES = (
     "config.json",
 )
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# Whole models, and what drafters are published as.
-_WEIGHT_FILES = ("model*.safetensors", INDEX, "pytorch_model.bin", "medusa_lm_head.*", "hydra_lm_head.*")
+# Whole models, and what drafters are published as. PyTorch's format only where there is nothing else.
+_SAFETENSORS = ("model*.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+_TORCH = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt", "hydra_lm_head.pt")
 # Some old checkpoints carry the rotary frequencies; they follow from the configuration.
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -52,7 +53,10 @@ def locate(source: str | Path) -> tuple[Path, str]:
         return Path(source), Path(source).resolve().name
     complaint = f"{str(source)!r} is neither a folder nor the id of a model that the Hugging Face hub serves"
     try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=[*_WEIGHT_FILES, *TOKENIZER_FILES])), str(source)
+        folder = Path(huggingface_hub.snapshot_download(str(source), allow_patterns=[*_SAFETENSORS, *TOKENIZER_FILES]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(huggingface_hub.snapshot_download(str(source), allow_patterns=[*_TORCH, *TOKENIZER_FILES]))
+        return folder, str(source)
     except (OSError, ValueError) as error:
         raise ValueError(f"{complaint} ({_first_line(error)})") from error
 
@@ -73,7 +77,7 @@ def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> We
     folder, name = locate(source)
     raw = read_json(folder / "config.json", name)
     config = model_config(raw, tie_embeddings=tie_embeddings)
-    files = open_safetensors(folder, name)
+    files = needed_weight_files(folder, name)
     ignored = {tensor for tensor in files.tensors if tensor.endswith(_IGNORED_SUFFIX)}
     if config.tie_word_embeddings and "lm_head.weight" in files.tensors:
         ignored.add("lm_head.weight")
@@ -81,7 +85,7 @@ def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> We
     layout = _expert_layout(config, files.tensors)
     return WeightSource(
         name=name,
-        format="safetensors",
+        format=files.format,
         architecture=architecture(raw),
         location=folder,
         config=config,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.drafter_files import drafter_source
+from specjax.checkpoints.drafter_source import drafter_source
 from specjax.checkpoints.fields import optional_size
 from specjax.checkpoints.medusa_format import check_target
 from specjax.checkpoints.parameters import plain, transposed
@@ -16,7 +16,7 @@ from specjax.checkpoints.tensor_files import TensorFiles
 from specjax.config import ModelConfig
 from specjax.drafting.hydra import HydraConfig
 
-FILE_STEM = "hydra_lm_head"
+FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 
 # The official file has the target's embedding too, under this name.
 _TARGET_EMBEDDING = "input_embed_fn.weight"

@@ -115,6 +115,8 @@ def _transformers_logits(source: WeightSource, dtype: str, tokens: np.ndarray) -
         found = {"pretrained_model_name_or_path": source.location.parent, "gguf_file": source.location.name}
         if hasattr(transformers, "GgufConfig"):
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if source.quantisation == "MXFP4":
+        options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
     config = transformers.AutoConfig.from_pretrained(**found)
     config.tie_word_embeddings = source.config.tie_word_embeddings
     with _quiet(transformers.utils.logging):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.drafter_files import drafter_source
+from specjax.checkpoints.drafter_source import drafter_source
 from specjax.checkpoints.fields import needed_size
 from specjax.checkpoints.parameters import plain, transposed
 from specjax.checkpoints.source import Parameter, StoredTensor, WeightSource
@@ -19,7 +19,7 @@ from specjax.checkpoints.tensor_files import TensorFiles
 from specjax.config import ModelConfig
 from specjax.drafting.medusa import MedusaConfig
 
-FILE_STEM = "medusa_lm_head"
+FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 _PREFIX = re.compile(r"^(medusa_heads?|heads)\.(?=blocks\.|lm_heads\.|\d)")
 _VLLM_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")

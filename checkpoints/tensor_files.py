@@ -1,10 +1,9 @@
-"""The tensors of a folder of safetensors files: one file, or shards with an index. Nothing is read before it is asked for."""
+"""The tensors of a folder's weight files: safetensors or PyTorch's format, one file or shards with an index. Nothing is read ahead."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from specjax.checkpoints.fields import needed, read_json
 from specjax.checkpoints.source import StoredTensor
+from specjax.checkpoints.torch_file import open_torch_file
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pth", ".pt")
@@ -34,57 +35,83 @@ class TensorFiles:
     tensors: dict[str, StoredTensor]
     files: tuple[Path, ...]
 
+    @property
+    def format(self) -> str:
+        """`"safetensors"` or `"torch"`."""
+        return "safetensors" if self.files[0].suffix == ".safetensors" else "torch"
 
-def open_safetensors(folder: Path, name: str) -> TensorFiles:
-    """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+def open_weight_files(folder: Path, name: str) -> TensorFiles | None:
+    """Opens `model.safetensors` or `pytorch_model.bin`, or the shards of either that an index names; safetensors where there are both.
 
     Args:
         folder: Where.
         name: What to call the model in messages.
 
+    Returns:
+        The tensors; `None` if there are no such files.
+
     Raises:
-        ValueError: No such files, a shard that is missing or cut short, a tensor in two shards, or an index that disagrees with them.
+        ValueError: A shard that is missing or cut short, a tensor in two shards, an index that disagrees with them, or a file in
+            PyTorch's format that is not safe to read.
     """
-    if (folder / INDEX).is_file():
-        weight_map = needed(read_json(folder / INDEX, name), "weight_map", INDEX)
-        files = sorted(set(weight_map.values()))
-    elif (folder / SINGLE).is_file():
-        weight_map, files = {}, [SINGLE]
-    else:
+    for index, single in ((INDEX, SINGLE), (_TORCH_INDEX, _TORCH_SINGLE)):
+        if (folder / index).is_file():
+            return _open_shards(folder, name, index)
+        if (folder / single).is_file():
+            return open_file(folder / single, name)
+    return None
+
+
+def needed_weight_files(folder: Path, name: str) -> TensorFiles:
+    """The same for a folder that has to hold a model.
+
+    Raises:
+        ValueError: As `open_weight_files`; or there are no such files.
+    """
+    files = open_weight_files(folder, name)
+    if files is None:
         found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-        raise ValueError(f"{name}: needs {SINGLE} or {INDEX}, found {', '.join(found) or 'no weights'}")
+        raise ValueError(f"{name}: needs {SINGLE}, {_TORCH_SINGLE} or an index of shards, found {', '.join(found) or 'no weights'}")
+    return files
+
+
+def open_file(path: Path, name: str) -> TensorFiles:
+    """Opens one file, memory-mapped: safetensors by its suffix, otherwise PyTorch's format.
+
+    Raises:
+        ValueError: The file is not whole, or not safe to read.
+    """
+    opener = _open_safetensors if path.suffix == ".safetensors" else lambda path, name: open_torch_file(path)
+    return TensorFiles(tensors=opener(path, name), files=(path,))
+
+
+def _open_shards(folder: Path, name: str, index: str) -> TensorFiles:
+    weight_map = needed(read_json(folder / index, name), "weight_map", index)
+    files = sorted(set(weight_map.values()))
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
-        raise ValueError(f"{name}: {INDEX} names files that are not there: {', '.join(absent)}")
-    opened = open_safetensors_files([folder / file for file in files], name)
-    names_in = {file.name: set(tensors) for file, tensors in opened}
+        raise ValueError(f"{name}: {index} names files that are not there: {', '.join(absent)}")
+    shards = {file: open_file(folder / file, name).tensors for file in files}
     for tensor, file in weight_map.items():
-        if tensor not in names_in[file]:
-            raise ValueError(f"{name}: {INDEX} promises tensor {tensor} in {file}, which does not hold it")
+        if tensor not in shards[file]:
+            raise ValueError(f"{name}: {index} promises tensor {tensor} in {file}, which does not hold it")
     tensors: dict[str, StoredTensor] = {}
-    for file, held in opened:
+    for file, held in shards.items():
         for tensor, stored in held.items():
             if tensor in tensors:
-                first = next(other for other, names in names_in.items() if tensor in names)
-                raise ValueError(f"{name}: tensor {tensor} is in two shards, {first} and {file.name}")
+                first = next(other for other, names in shards.items() if tensor in names)
+                raise ValueError(f"{name}: tensor {tensor} is in two shards, {first} and {file}")
             tensors[tensor] = stored
     return TensorFiles(tensors=tensors, files=tuple(folder / file for file in files))
 
 
-def open_safetensors_files(files: Iterable[Path], name: str) -> list[tuple[Path, dict[str, StoredTensor]]]:
-    """Opens single files, memory-mapped.
-
-    Raises:
-        ValueError: A file that is not whole.
-    """
-    opened = []
-    for file in files:
-        try:
-            handle = safe_open(file, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{name}: {file.name} is not a whole safetensors file; was the download cut short? ({error})") from error
-        opened.append((file, {tensor: _stored(handle, tensor) for tensor in handle.keys()}))  # noqa: SIM118 (not a mapping)
-    return opened
+def _open_safetensors(path: Path, name: str) -> dict[str, StoredTensor]:
+    try:
+        handle = safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{name}: {path.name} is not a whole safetensors file; was the download cut short? ({error})") from error
+    return {tensor: _stored(handle, tensor) for tensor in handle.keys()}  # noqa: SIM118 (not a mapping)
 
 
 def _stored(handle: Any, tensor: str) -> StoredTensor:

@@ -1,4 +1,4 @@
-"""The specification: the weights of each (row, expert) pair are gathered, and every pair is a product of its own.
+"""The specification: sums are float32, the weights of each (row, expert) pair are gathered, and every pair is a product of its own.
 
 Memory: M * C copies of an expert.
 """
@@ -24,11 +24,12 @@ def expert_products_reference(
 ) -> jax.Array:
     """See `specjax.kernels.expert_products.expert_products`."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    inner = jnp.einsum("md,mjdcf->mjcf", x, gate_up[experts].astype(x.dtype), precision=precision)
+    sums = {"precision": precision, "preferred_element_type": jnp.float32}
+    inner = jnp.einsum("md,mjdcf->mjcf", x, gate_up[experts].astype(x.dtype), **sums)
     if gate_up_bias is not None:
-        inner = inner + gate_up_bias[experts].astype(x.dtype)
-    inner = activation(inner[:, :, 0], inner[:, :, 1])
-    out = jnp.einsum("mjf,mjfd->mjd", inner, down[experts].astype(x.dtype), precision=precision)
+        inner = inner + gate_up_bias[experts].astype(jnp.float32)
+    inner = activation(inner[:, :, 0], inner[:, :, 1]).astype(x.dtype)
+    out = jnp.einsum("mjf,mjfd->mjd", inner, down[experts].astype(x.dtype), **sums)
     if down_bias is not None:
-        out = out + down_bias[experts].astype(x.dtype)
-    return (out.astype(jnp.float32) * weights[:, :, None]).sum(axis=1).astype(x.dtype)
+        out = out + down_bias[experts].astype(jnp.float32)
+    return (out * weights[:, :, None]).sum(axis=1).astype(x.dtype)

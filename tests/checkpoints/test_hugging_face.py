@@ -189,8 +189,8 @@ def test_a_folder_without_config_or_weights_says_what_it_lacks(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"no config\.json in the folder"):
         hugging_face.open_source(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw_config()))
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"needs model\.safetensors or .*found pytorch_model\.bin"):
+    (tmp_path / "weights.pth").touch()
+    with pytest.raises(ValueError, match=r"needs model\.safetensors, pytorch_model\.bin or an index of shards, found weights\.pth"):
         hugging_face.open_source(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):

@@ -166,6 +166,29 @@ def test_experts_stored_in_one_tensor_are_read_too(tmp_path: Path, name: str) ->
     jax.tree.map(np.testing.assert_array_equal, read_params(source, "float32"), separate)
 
 
+def test_a_model_in_pytorchs_format_is_the_same_in_shards_too(tmp_path: Path) -> None:
+    original = saved_model(tmp_path / "safetensors", *MODELS["qwen2"])
+    expected = read_params(hugging_face.open_source(tmp_path / "safetensors"), "float32")
+    config = (tmp_path / "safetensors" / "config.json").read_text()
+    tensors = original.state_dict()
+    halves = dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])
+    for name, files in (("whole", {"pytorch_model.bin": tensors}), ("shards", {"a.bin": halves[0], "b.bin": halves[1]})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+        for file, held in files.items():
+            torch.save(held, tmp_path / name / file)
+        if name == "shards":
+            weight_map = {tensor: file for file, held in files.items() for tensor in held}
+            (tmp_path / name / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        source = hugging_face.open_source(tmp_path / name)
+        check_source(source)
+        assert source.format == "torch"
+        jax.tree.map(np.testing.assert_array_equal, read_params(source, "float32"), expected)
+    (tmp_path / "shards" / "b.bin").unlink()
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin\.index\.json names files that are not there: b\.bin"):
+        hugging_face.open_source(tmp_path / "shards")
+
+
 def test_mxfp4_blocks_are_dequantised_bit_for_bit_as_by_transformers() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     rng = np.random.default_rng(0)
@@ -199,6 +222,9 @@ def test_gpt_oss_in_mxfp4_blocks_gives_the_logits_of_the_dequantised_model(tmp_p
     source = hugging_face.open_source(tmp_path)
     check_source(source)
     assert source.quantisation == "MXFP4"
+    # transformers' own reading of the file, as `specjax convert` compares with it.
+    done = convert(tmp_path, tmp_path.with_name("converted"), dtype="bfloat16", check=True, progress=False)
+    assert done.max_logit_difference is not None
     model = Transformer(source.config, dtype=jnp.float32, param_dtype=jnp.float32)
     np.testing.assert_allclose(logits_of(model, read_params(source, "float32"), tokens), expected, rtol=0, atol=TOLERANCE)
 

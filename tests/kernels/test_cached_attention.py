@@ -36,9 +36,10 @@ def arrays(*, num_rows: int, num_heads: int, num_kv_heads: int, dtype: Any = jnp
 def test_cached_attention_equals_dot_product_attention(num_rows: int, num_heads: int, num_kv_heads: int, dtype: Any) -> None:
     query, keys, values = arrays(num_rows=num_rows, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype)
     mask = np.arange(CAPACITY) <= (LENGTHS[:, None] + np.arange(num_rows))[..., None]
-    expected = dot_product_attention(
-        query, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask=jnp.asarray(mask)[:, None], scale=SCALE, implementation="xla"
-    )
+    with jax.default_matmul_precision("highest"):  # a GPU would round float32 to TF32
+        expected = dot_product_attention(
+            query, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask=jnp.asarray(mask)[:, None], scale=SCALE, implementation="xla"
+        )
     got = cached_attention(query, keys, values, jnp.asarray(LENGTHS), scale=SCALE)
     assert got.dtype == dtype
     assert got.shape == query.shape

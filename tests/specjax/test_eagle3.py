@@ -115,7 +115,8 @@ def test_a_low_rank_head_equals_its_materialised_product() -> None:
         assert params["lm_head_down"].shape == (rank, WIDTH)
         assert params["lm_head_up"].shape == (VOCAB_SIZE, rank)
         dense, _ = random_drafter(drafter_config())
-        dense_params = {**params, "lm_head": params["lm_head_up"] @ params["lm_head_down"]}
+        product = jnp.matmul(params["lm_head_up"], params["lm_head_down"], precision="highest")
+        dense_params = {**params, "lm_head": product}
         hidden = inputs()[0]
         logits = model.apply({"params": params}, hidden, method="logits")
         expected = dense.apply({"params": dense_params}, hidden, method="logits")
