@@ -27,7 +27,7 @@ def commit_tokens(state: DecodeState, checked: CheckedVerification, logits: jax.
     tokens, stopping = checked.verification.tokens, request.stopping
     slots = jnp.arange(tokens.shape[1])
     active = state.finish_reason == FinishReason.RUNNING
-    count = checked.verification.num_accepted + 1 - checked.nonfinite
+    count = checked.verification.num_accepted + 1 - checked.nonfinite.astype(jnp.int32)
     count = jnp.where(active, jnp.minimum(count, stopping.max_new_tokens - state.num_generated), 0)
     is_eos = (tokens[..., None] == stopping.eos_token_ids).any(axis=-1) & ~stopping.ignore_eos[:, None] & (slots < count[:, None])
     ends = is_eos.any(axis=1)

@@ -71,6 +71,8 @@ class RopeConfig:
     def __post_init__(self) -> None:
         _require(self.rope_type in ROPE_TYPES, f"RopeConfig.rope_type must be one of {ROPE_TYPES}, got {self.rope_type!r}")
         _require(self.theta > 0, f"RopeConfig.theta must be positive, got {self.theta!r}")
+        for name in ("short_factor", "long_factor"):  # a list could not be hashed
+            _require(isinstance(getattr(self, name), tuple), f"RopeConfig.{name} must be a tuple, got {getattr(self, name)!r}")
         if self.rope_type in ("linear", "dynamic", "llama3", "yarn"):
             _require(self.factor >= 1, f"RopeConfig.factor must be at least 1, got {self.factor!r}")
         if self.rope_type in ("dynamic", "llama3", "yarn", "longrope"):
@@ -125,6 +127,11 @@ class MoEConfig:
         _require(
             self.num_experts_per_token <= self.num_experts,
             f"MoEConfig.num_experts_per_token must be at most num_experts, got {self.num_experts_per_token} of {self.num_experts}",
+        )
+        layers = self.dense_layers
+        _require(
+            isinstance(layers, tuple) and all(isinstance(index, int) and not isinstance(index, bool) for index in layers),
+            f"MoEConfig.dense_layers must be a tuple of ints, got {layers!r}",
         )
 
 
@@ -216,7 +223,7 @@ class ModelConfig:
             f"ModelConfig.layer_windows must be () or a tuple of num_layers = {self.num_layers} entries, got {windows!r}",
         )
         _require(
-            all(window is None or (isinstance(window, int) and window > 0) for window in windows),
+            all(window is None or (isinstance(window, int) and not isinstance(window, bool) and window > 0) for window in windows),
             f"ModelConfig.layer_windows must hold positive ints or None, got {windows!r}",
         )
         if self.rope.rope_type == "longrope":

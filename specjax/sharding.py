@@ -18,6 +18,7 @@ from specjax.config import ModelConfig
 _MODEL_AXIS = {
     "embedding": 0,  # [V,D]
     "lm_head": 0,  # [V,D]
+    "lm_head_up": 0,  # [V,R], of a low-rank head
     "qkv": 1,  # [D,K,N/K+2,H]
     "qkv_bias": 0,  # [K,N/K+2,H]
     "sinks": 0,  # [N], likewise in order of the key/value head

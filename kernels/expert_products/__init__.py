@@ -42,7 +42,8 @@ def expert_products(
         down_bias: `[E,D]` or `None`.
         implementation: `"reference"` gathers the experts of each row; `"grouped"` loops over blocks of rows that share an expert;
             `"dense"` runs every row through every expert. `"auto"` gathers for few rows, and for more takes the fastest of the other two:
-            `grouped` on a CPU, `dense` elsewhere.
+            `grouped` on a CPU, `dense` elsewhere. `"grouped"` has no reverse-mode derivative, for its loop's length depends on what was
+            chosen, and so neither has `"auto"` beyond a few rows; the other two have.
 
     Returns:
         `[M,D]` in the dtype of `x`, added up in float32.

@@ -119,8 +119,18 @@ def write_layer(
 
 
 def _write_rows(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    new = jnp.swapaxes(new, 1, 2).astype(cache.dtype)  # [B,K,T,H]
+    return _write(cache, jnp.swapaxes(new, 1, 2).astype(cache.dtype), start)  # [B,K,T,H]
+
+
+@jax.custom_jvp
+def _write(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     return lax.platform_dependent(cache, new, start, cpu=_write_in_loop, default=_write_unrolled)
+
+
+@_write.defjvp
+def _write_tangent(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """The write is linear. Said here, because JAX cannot transpose a loop whose length it does not know: training needs the gradient."""
+    return _write(*primals), _write_unrolled(tangents[0], tangents[1], primals[2])
 
 
 def _write_unrolled(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:

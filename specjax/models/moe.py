@@ -39,7 +39,8 @@ class MixtureOfExperts(nn.Module):
         tokens = x.reshape(-1, width)
         scores = product(tokens, self.param("router", PROJECTION_INIT, (width, moe.num_experts), self.param_dtype), jnp.float32)
         if moe.router_bias:
-            scores = scores + self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
+            bias = self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
+            scores = scores + bias.astype(jnp.float32)
         weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), moe.num_experts_per_token)
         if moe.normalise:
             weights = weights / weights.sum(axis=-1, keepdims=True)

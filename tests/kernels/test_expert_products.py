@@ -98,6 +98,24 @@ def test_an_expert_that_overflows_reaches_only_those_who_chose_it(implementation
     assert not np.isfinite(got[chose]).all()
 
 
+def test_dense_and_reference_have_the_same_gradient_and_grouped_has_none() -> None:
+    arrays = {name: jnp.asarray(array, jnp.int32 if name == "experts" else jnp.float32) for name, array in case(num_rows=6).items()}
+    names = ("x", "weights", "gate_up", "down", "gate_up_bias", "down_bias")
+
+    def gradient(implementation: str) -> dict[str, jax.Array]:
+        def loss(some: dict[str, jax.Array]) -> jax.Array:
+            return jnp.sin(expert_products(**arrays | some, activation=activation, implementation=implementation)).sum()
+
+        return jax.grad(loss)({name: arrays[name] for name in names})
+
+    dense, reference = gradient("dense"), gradient("reference")
+    for name in names:
+        assert np.abs(reference[name]).max() > 0.1
+        np.testing.assert_allclose(dense[name], reference[name], atol=1e-5)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        gradient("grouped")
+
+
 def test_what_does_not_fit_is_refused() -> None:
     arrays = {name: jnp.asarray(array) for name, array in case(num_rows=2).items()}
     with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'magic'"):
