@@ -20,7 +20,10 @@ from specjax.commands.memory_plan import plan_memory
 from specjax.config import GenerateConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.drafter import Drafter
+from specjax.drafting.eagle3 import Eagle3
+from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
 from specjax.drafting.prompt_lookup import PromptLookup
+from specjax.models.transformer import Transformer
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.state import FinishReason
 from specjax.statistics import Statistics
@@ -36,7 +39,10 @@ def generate_command(
     target: Annotated[Path, typer.Argument(help="The target's checkpoint, made by `specjax convert`.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
     drafter: Annotated[
-        str, typer.Option(help=f"A draft model's checkpoint, `{PROMPT_LOOKUP}`, or `{NO_DRAFTER}` for plain decoding.")
+        str,
+        typer.Option(
+            help=f"The checkpoint of a draft model or an EAGLE-3 drafter, `{PROMPT_LOOKUP}`, or `{NO_DRAFTER}` for plain decoding."
+        ),
     ] = PROMPT_LOOKUP,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     num_speculative_tokens: Annotated[int, typer.Option(help="Tokens drafted in a step.")] = 5,
@@ -61,9 +67,11 @@ def generate_command(
         )
         paths = [target] if drafter in (PROMPT_LOOKUP, NO_DRAFTER) else [target, Path(drafter)]
         text = sys.stdin.read() if prompt == "-" else prompt
-        for path in paths:
-            read_transformer_config(path)
+        read_transformer_config(target)
         models = [read_model(path, dtype=number) for path in paths]
+        for path, model in zip(paths, models, strict=True):
+            if not isinstance(model, Transformer | Eagle3):
+                raise ValueError(f"{path} holds {type(model).__name__} heads, which are read and written, but do not draft yet")
         plan = plan_memory(models, batch_size=1, capacity=bucket(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1))
         typer.echo(plan.describe(), err=True)
         plan.check()
@@ -92,6 +100,13 @@ def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool)
     if name == PROMPT_LOOKUP:
         return PromptLookup(), None
     target, draft = checkpoints
+    if isinstance(draft.model, Eagle3):
+        config = draft.model.config
+        shared = [part for part, own in (("embedding", config.own_embedding), ("LM head", config.own_head)) if not own]
+        if shared:
+            typer.echo(f"the drafter uses the target's {' and '.join(shared)}", err=True)
+        eagle3 = Eagle3Drafter.for_target(draft.model, target.model.config)
+        return eagle3, eagle3_params(eagle3.model, draft.params, target.model.config, target.params)
     check_same_tokenizer(target, draft, allow_different=allow_different)
     return DraftModel(draft.model), draft.params
 

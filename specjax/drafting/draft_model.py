@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.drafting.heads import DraftHead, FullHead
+from specjax.drafting.pick import draft_of, pick
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
-from specjax.sampling import SamplingParams, filtered_probs, sample_from_probs, split_row_keys
+from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Context, Draft, PrefillChunk
 
 
@@ -82,27 +83,13 @@ class DraftModel:
         start = _first_of_last_two(context)
         inputs = jnp.take_along_axis(context.tokens, start[:, None] + jnp.arange(2), axis=1)
         cache = state.with_length(start)
-        keys = split_row_keys(row_keys, num_speculative_tokens)
-        tokens, probs, usable = [], [], []
-        for step in range(num_speculative_tokens):
+        picks = []
+        for key in split_row_keys(row_keys, num_speculative_tokens):
             output = self.model.apply({"params": params}, inputs, cache)
             cache = output.cache
-            logits = self.head.logits(self.model, params, output.hidden[:, -1])
-            # A distribution that cannot be sampled ends the draft there, before any token of it is drawn.
-            usable.append(jnp.isfinite(logits.max(axis=-1)))
-            logits = jnp.where(usable[-1][:, None], logits, 0.0)
-            if sampling is None:
-                token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            else:
-                probs.append(filtered_probs(logits[:, None], sampling)[:, 0])
-                token = sample_from_probs(keys[step], probs[-1])
-            tokens.append(token)
-            inputs = token[:, None]
-        num_drafted = jnp.cumprod(jnp.stack(usable, axis=1).astype(jnp.int32), axis=1).sum(axis=1)
-        draft = Draft(
-            tokens=jnp.stack(tokens, axis=1), num_drafted=num_drafted, probs=None if sampling is None else jnp.stack(probs, axis=1)
-        )
-        return draft, cache
+            picks.append(pick(self.head.logits(self.model, params, output.hidden[:, -1]), sampling, key))
+            inputs = picks[-1].tokens[:, None]
+        return draft_of(picks), cache
 
     def commit(self, params: Any, state: KVCache, commit: Commit) -> KVCache:
         """See `Drafter.commit`. The rollback is a length."""

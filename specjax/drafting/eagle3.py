@@ -163,6 +163,13 @@ class Eagle3(nn.Module):
         """Token ids of the target for rows of the drafter's LM head, int32 of the same shape."""
         return jnp.take(self.draft_to_target, draft_ids, mode="clip") if self.config.trimmed else draft_ids.astype(jnp.int32)
 
+    def target_probs(self, draft_probs: jax.Array) -> jax.Array:
+        """`[B,Vd]` over the drafter's vocabulary → `[B,V]` over the target's, zero for tokens that the drafter does not know."""
+        if not self.config.trimmed:
+            return draft_probs
+        shape = (*draft_probs.shape[:-1], self.config.decoder.vocab_size)
+        return jnp.zeros(shape, draft_probs.dtype).at[..., self.draft_to_target].set(draft_probs)
+
     def init_cache(self, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None, sharding=None) -> KVCache:
         """An empty cache in the compute dtype; see `Transformer.init_cache`."""
         decoder = Transformer(self.config.decoder, dtype=self.dtype, parent=None)

@@ -11,10 +11,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specjax import GenerateConfig, Statistics, Transformer, generate
-from specjax.checkpoints.store import load_checkpoint
+from specjax.checkpoints.kinds import build_model
+from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
 from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
+from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.medusa import MedusaConfig
 from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -79,6 +82,31 @@ def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: lis
     assert message in done.stderr
     assert "Traceback" not in done.output
     assert "compiling" not in done.stderr
+
+
+def test_an_eagle3_drafter_gives_the_same_text_and_says_what_it_shares(target: Path, tmp_path: Path) -> None:
+    model = read_model(target)
+    decoder = tiny_config(num_layers=1, vocab_size=model.config.vocab_size, hidden_size=model.config.hidden_size)
+    config = Eagle3Config(decoder=decoder, target_hidden_size=decoder.hidden_size, draft_vocab_size=16, feature_layers=(0, 1))
+    network = build_model(config, jnp.float32)
+    save_checkpoint(tmp_path / "drafter", config, network.init_params(jax.random.key(0)))
+    words = (target, "hello", "--max-new-tokens", 8, "--num-speculative-tokens", 2, "--drafter")
+    done = run(*words, tmp_path / "drafter")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == run(*words, "none").stdout
+    assert "the drafter uses the target's embedding" in done.stderr
+    assert "mean_acceptance_length" in done.stderr
+
+
+def test_heads_that_cannot_draft_yet_and_a_drafter_in_the_targets_place_are_refused(target: Path, tmp_path: Path) -> None:
+    config = MedusaConfig(hidden_size=32, vocab_size=64, num_draft_heads=2)
+    save_checkpoint(tmp_path / "medusa", config, build_model(config, jnp.float32).init_params(jax.random.key(0)))
+    done = run(target, "hello", "--drafter", tmp_path / "medusa")
+    assert done.exit_code == 1
+    assert "holds Medusa heads" in done.stderr
+    done = run(tmp_path / "medusa", "hello")
+    assert done.exit_code == 1
+    assert "is the checkpoint of a drafter (medusa), not of a language model" in done.stderr
 
 
 @pytest.mark.filterwarnings("default:the drafter must have")

@@ -1,0 +1,240 @@
+"""EAGLE-3 as a drafter: greedy and sampled output is the target's, and its cache is that of a fresh prefill on the emitted text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import BlockVerification, GenerateConfig, RejectionSampling, SamplingParams, speculative_generate
+from specjax.drafting.eagle3 import Eagle3
+from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
+from specjax.state import Commit, Context, Draft, PrefillChunk
+from tests.helpers import (
+    FLOAT32_TOLERANCE,
+    MIN_P_VALUE,
+    NUM_TOKENS,
+    VOCAB_SIZE,
+    ReplayDrafter,
+    chi_square_p_value,
+    greedy_text,
+    numpy_filtered_probs,
+    numpy_forward,
+    random_model,
+    random_prompts,
+    recorded,
+    tiny_config,
+    tiny_target,
+)
+
+PROMPTS = random_prompts()
+LENGTHS = [len(prompt) for prompt in PROMPTS]
+LAYERS = (0, 1, 2)
+NETWORKS: dict[str, dict[str, Any]] = {
+    "full head": {},
+    "pruned vocabulary": dict(draft_vocab_size=24),
+    "low-rank head": dict(lm_head_rank=4),
+    "head of the target": dict(own_head=False),
+    "own embedding, norms": dict(own_embedding=True, fc_norm=True, norm_output=True, norm_before_residual=True),
+}
+
+
+def eagle3(target: Any, target_params: dict, *, seed: int = 0, **changes: Any) -> tuple[Eagle3Drafter, dict]:
+    """A random network for a target; as wide as it, so that embedding and head can be shared."""
+    cfg = target.config
+    sizes = dict(hidden_size=cfg.hidden_size, vocab_size=cfg.vocab_size, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
+    decoder = tiny_config(num_layers=1, intermediate_size=24, head_dim=cfg.head_dim, **sizes)
+    fields = dict(decoder=decoder, target_hidden_size=cfg.hidden_size, draft_vocab_size=cfg.vocab_size, feature_layers=LAYERS)
+    config = Eagle3Config(**fields | changes)
+    model = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)
+    rng = np.random.default_rng(seed)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.dtype == jnp.int32:
+            return jnp.asarray(np.sort(rng.permutation(cfg.vocab_size)[: leaf.shape[0]]), jnp.int32)
+        if leaf.ndim == 1:
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
+        fan_in = leaf.shape[-1] if str(path[-1].key).startswith("lm_head") else leaf.shape[0]
+        return jnp.asarray(rng.normal(0, 2 * fan_in**-0.5, leaf.shape), jnp.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init_params, jax.random.key(0)))
+    return Eagle3Drafter(model), eagle3_params(model, params, cfg, target_params)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_greedy_speculative_equals_plain_with_eagle3(name: str, full_grid: bool) -> None:
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params, **NETWORKS[name])
+    for num_speculative_tokens in range(1, 9) if full_grid else (3,):
+        config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_speculative_tokens)
+        output = speculative_generate(target, target_params, drafter, params, PROMPTS, config=config)
+        np.testing.assert_array_equal(output.tokens, greedy_text(PROMPTS))
+        assert output.statistics.num_draft_tokens > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayedEagle3(Eagle3Drafter):
+    """Proposes what a `ReplayDrafter` does, while the network runs, writes its rows and commits as ever."""
+
+    @property
+    def replay(self) -> ReplayDrafter:
+        return ReplayDrafter(random_flips=True)
+
+    def propose(self, params: Any, state: Any, context: Context, **arguments: Any) -> tuple[Draft, Any]:
+        _, state = super().propose(params, state, context, **arguments)
+        draft, _ = self.replay.propose(params["recorded"], None, context, **arguments)
+        return draft, state
+
+
+@pytest.mark.parametrize("name", ["full head", "own embedding, norms"])
+def test_after_any_acceptance_the_cache_is_that_of_a_prefill_on_the_emitted_text(name: str) -> None:
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params, **NETWORKS[name])
+    replayed = ReplayedEagle3(drafter.model)
+    params = params | {"recorded": recorded(greedy_text(PROMPTS), LENGTHS)}
+    config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=4, prefill_chunk_size=8)
+    output = speculative_generate(target, target_params, replayed, params, PROMPTS, config=config)
+    assert (output.statistics.acceptance_histogram > 0).sum() >= 4
+    state, context = output.continuation.drafter_state, output.continuation.context
+    np.testing.assert_array_equal(state.cache.length, context.length - 1)
+    for row, prompt in enumerate(PROMPTS):
+        text = [*prompt, *greedy_text(PROMPTS)[row].tolist()]
+        fresh = fresh_state(target, target_params, drafter, params, text)
+        for ours, theirs in zip(state.cache.keys + state.cache.values, fresh.cache.keys + fresh.cache.values, strict=True):
+            np.testing.assert_allclose(ours[row, :, : len(text) - 1], theirs[0, :, : len(text) - 1], atol=10 * FLOAT32_TOLERANCE)
+        # What the next draft starts from.
+        np.testing.assert_allclose(state.hidden[row], fresh.hidden[0], atol=20 * FLOAT32_TOLERANCE)
+        np.testing.assert_allclose(state.next_state[row], fresh.next_state[0], atol=20 * FLOAT32_TOLERANCE)
+
+
+def fresh_state(target: Any, target_params: dict, drafter: Eagle3Drafter, params: dict, text: list[int]) -> Any:
+    """The drafter's state after one prefill of all but the last token, which is committed."""
+    tokens = jnp.asarray([text], jnp.int32)
+    cache = target.init_cache(batch_size=1, capacity=len(text))
+    features = target.apply({"params": target_params}, tokens[:, :-1], cache, feature_layers=LAYERS).features
+    state = drafter.init(params, batch_size=1, capacity=len(text) + 1)
+    chunk = PrefillChunk(tokens=tokens[:, :-2], next_tokens=tokens[:, 1:-1], start=jnp.zeros((1,), jnp.int32), features=features[:, :-1])
+    state = drafter.prefill(params, state, chunk)
+    context = Context(tokens=tokens, length=jnp.array([len(text)], jnp.int32))
+    return drafter.commit(params, state, Commit(context=context, num_committed=jnp.array([1]), features=features[:, -1:]))
+
+
+def test_a_commit_may_go_back_several_steps_and_replace_features() -> None:
+    # What a later, dense pass may do to tokens that an approximate one had committed.
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params)
+    text = [*PROMPTS[1], *greedy_text(PROMPTS)[1].tolist()]
+    tokens = jnp.asarray([text], jnp.int32)
+    state = fresh_state(target, target_params, drafter, params, text)
+    spoilt = dataclasses.replace(state.cache, keys=tuple(keys.at[:, :, 20:].add(7.0) for keys in state.cache.keys))
+    state = dataclasses.replace(state, cache=spoilt, hidden=state.hidden + 1)
+    cache = target.init_cache(batch_size=1, capacity=len(text))
+    features = target.apply({"params": target_params}, tokens[:, :-1], cache, feature_layers=LAYERS).features
+    # Of the tokens up to 25, those from 21 on are committed anew: rows 20 ... 24.
+    back = Context(tokens=tokens, length=jnp.array([26], jnp.int32))
+    state = drafter.commit(params, state, Commit(context=back, num_committed=jnp.array([5]), features=features[:, 20:28]))
+    expected = fresh_state(target, target_params, drafter, params, text[:26])
+    np.testing.assert_allclose(state.cache.keys[0][:, :, :25], expected.cache.keys[0][:, :, :25], atol=10 * FLOAT32_TOLERANCE)
+    np.testing.assert_allclose(state.next_state, expected.next_state, atol=20 * FLOAT32_TOLERANCE)
+    assert state.cache.length.tolist() == [25]
+
+
+def test_a_continuation_drafts_as_one_call_would() -> None:
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params)
+    whole = GenerateConfig(max_new_tokens=16, num_speculative_tokens=3)
+    half = GenerateConfig(max_new_tokens=8, num_speculative_tokens=3)
+    first = speculative_generate(target, target_params, drafter, params, PROMPTS, config=half)
+    second = speculative_generate(target, target_params, drafter, params, [[]] * 5, config=half, continue_from=first.continuation)
+    expected = speculative_generate(target, target_params, drafter, params, PROMPTS, config=whole)
+    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), expected.tokens)
+    np.testing.assert_allclose(
+        second.continuation.drafter_state.hidden, expected.continuation.drafter_state.hidden, atol=20 * FLOAT32_TOLERANCE
+    )
+
+
+SMALL_VOCAB, NUM_EMITTED, NUM_ROWS = 5, 3, 4096
+SETTING = (0.8, 4, 0.9)
+
+
+@functools.cache
+def small_target() -> tuple[Any, dict]:
+    sizes = dict(vocab_size=SMALL_VOCAB, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4)
+    model, params = random_model(tiny_config(**sizes), seed=0)
+    return model, params | {"lm_head": params["lm_head"] * 0.5}
+
+
+@pytest.mark.parametrize("head", [dict(), dict(draft_vocab_size=3), dict(lm_head_rank=2)], ids=["full", "pruned", "low-rank"])
+@pytest.mark.parametrize("rule", [RejectionSampling(), BlockVerification()], ids=lambda rule: type(rule).__name__)
+def test_sampled_text_follows_the_exact_law_of_the_target(rule: Any, head: dict) -> None:
+    target, target_params = small_target()
+    drafter, params = eagle3(target, target_params, **head)
+    prompt = [3, 1, 4, 1]
+    output = speculative_generate(
+        target,
+        target_params,
+        drafter,
+        params,
+        np.tile(np.int32(prompt), (NUM_ROWS, 1)),
+        config=GenerateConfig(max_new_tokens=NUM_EMITTED, num_speculative_tokens=2, do_sample=True, verification=rule),
+        sampling=SamplingParams(*SETTING),
+        rng=jax.random.key(5),
+    )
+    assert 0.05 < output.statistics.draft_acceptance_rate < 0.95
+    law = np.ones((SMALL_VOCAB,) * NUM_EMITTED)
+    for length in range(NUM_EMITTED):
+        for prefix in itertools.product(range(SMALL_VOCAB), repeat=length):
+            probs = numpy_filtered_probs(numpy_forward(target.config, target_params, [*prompt, *prefix])[-1], *SETTING)
+            law[prefix] *= probs.reshape(-1, *[1] * (NUM_EMITTED - length - 1))
+    counts = np.zeros(law.shape)
+    np.add.at(counts, tuple(np.asarray(output.tokens).T), 1)
+    assert chi_square_p_value(counts, law) > MIN_P_VALUE
+
+
+def test_the_recorded_distribution_lies_over_the_targets_vocabulary() -> None:
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params, draft_vocab_size=24)
+    state = fresh_state(target, target_params, drafter, params, PROMPTS[1])
+    context = Context(tokens=jnp.asarray([PROMPTS[1]], jnp.int32), length=jnp.array([len(PROMPTS[1])], jnp.int32))
+    keys = jax.random.split(jax.random.key(0), 1)
+    draft, _ = drafter.propose(params, state, context, num_speculative_tokens=3, sampling=SamplingParams(1.0).broadcast(1), row_keys=keys)
+    assert draft.probs.shape == (1, 3, VOCAB_SIZE)
+    known = np.asarray(params["network"]["draft_to_target"])
+    unknown = np.setdiff1d(np.arange(VOCAB_SIZE), known)
+    np.testing.assert_allclose(draft.probs.sum(-1), 1.0, rtol=1e-5)
+    assert (draft.probs[..., unknown] == 0).all()
+    assert np.isin(draft.tokens, known).all()
+
+
+def test_what_does_not_fit_is_refused_before_compiling() -> None:
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params)
+    config = GenerateConfig(max_new_tokens=4)
+    other = random_model(tiny_config(hidden_size=64))
+    with pytest.raises(ValueError, match="target of width 32, this one has 64"):
+        speculative_generate(*other, drafter, params, PROMPTS, config=config)
+    with pytest.raises(ValueError, match=r"must have network, target_embedding, got embedding.*: make them with eagle3_params"):
+        speculative_generate(target, target_params, drafter, target_params, PROMPTS, config=config)
+    unsettled = Eagle3Drafter(drafter.model.clone(config=dataclasses.replace(drafter.model.config, feature_layers=None)))
+    with pytest.raises(ValueError, match="use Eagle3Drafter.for_target"):
+        speculative_generate(target, target_params, unsettled, params, PROMPTS, config=config)
+    deep, deep_params = random_model(tiny_config(num_layers=5))
+    settled = Eagle3Drafter.for_target(unsettled.model, deep.config)
+    assert settled.feature_layers == (2, 3, 4)
+    speculative_generate(deep, deep_params, settled, params, PROMPTS[:1], config=config)
+
+
+def test_a_context_beyond_the_drafters_window_is_a_warning() -> None:
+    target, target_params = tiny_target()
+    drafter, params = eagle3(target, target_params)
+    short = dataclasses.replace(drafter.model.config.decoder, max_position_embeddings=16)
+    drafter = Eagle3Drafter(drafter.model.clone(config=dataclasses.replace(drafter.model.config, decoder=short)))
+    with pytest.warns(UserWarning, match="may reach 37 tokens, the drafter was made for 16"):
+        speculative_generate(target, target_params, drafter, params, PROMPTS, config=GenerateConfig(max_new_tokens=4))
