@@ -2,6 +2,7 @@
 
 from specjax.config import GenerateConfig, ModelConfig, MoEConfig, RopeConfig
 from specjax.drafting.draft_model import DraftModel
+from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
@@ -20,6 +21,7 @@ from specjax.verification.typical_acceptance import TypicalAcceptance
 __all__ = [
     "BlockVerification",
     "DraftModel",
+    "Eagle3Drafter",
     "FinishReason",
     "GenerateConfig",
     "GenerateOutput",
@@ -36,6 +38,7 @@ __all__ = [
     "SyntheticAcceptance",
     "Transformer",
     "TypicalAcceptance",
+    "eagle3_params",
     "generate",
     "left_align",
     "speculative_generate",
