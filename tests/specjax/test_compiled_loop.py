@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.presets import qwen25_15b
-from specjax import DraftModel, GenerateConfig, ModelConfig, PromptLookup, Transformer
+from specjax import DraftModel, GenerateConfig, ModelConfig, MoEConfig, PromptLookup, RopeConfig, Transformer
 from specjax.generate import _generate, prepare_call
 
 CONFIG = ModelConfig(
@@ -21,11 +21,25 @@ CONFIG = ModelConfig(
     head_dim=8,
     max_position_embeddings=4096,
 )
+# All that GPT-OSS has, and rotary frequencies of each row's own.
+GPT_OSS = dataclasses.replace(
+    CONFIG,
+    layer_windows=(6, None),
+    attention_sinks=True,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="clamped_swiglu",
+    moe=MoEConfig(num_experts=6, num_experts_per_token=2, intermediate_size=24, router_bias=True),
+    rope=RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16),
+)
 CAPACITY = 320
 
 
-def compiled_text(*, batch_size: int, dtype: jnp.dtype, with_draft_model: bool, prefill_chunk_size: int = 512) -> str:
-    model = Transformer(CONFIG, dtype=dtype, param_dtype=dtype)
+def compiled_text(
+    *, batch_size: int, dtype: jnp.dtype, with_draft_model: bool, prefill_chunk_size: int = 512, model_config: ModelConfig = CONFIG
+) -> str:
+    model = Transformer(model_config, dtype=dtype, param_dtype=dtype)
     params = jax.eval_shape(model.init_params, jax.random.key(0))
     drafter, drafter_params = (DraftModel(model), params) if with_draft_model else (PromptLookup(), None)
     config = GenerateConfig(max_new_tokens=32, num_speculative_tokens=3, cache_capacity=CAPACITY, prefill_chunk_size=prefill_chunk_size)
@@ -99,6 +113,15 @@ def test_no_cache_is_copied_or_transposed_in_bfloat16(batch_size):
 def test_no_cache_is_copied_in_a_chunked_prefill():
     text = compiled_text(batch_size=2, dtype=jnp.float32, with_draft_model=True, prefill_chunk_size=16)
     assert not moves_of_the_cache(text, 2, "copy|copy-start|transpose|convert")
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_no_cache_is_copied_with_windows_sinks_and_experts(batch_size):
+    sizes = dict(batch_size=batch_size, model_config=GPT_OSS, prefill_chunk_size=16)
+    text = compiled_text(dtype=jnp.float32, with_draft_model=True, **sizes)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
+    text = compiled_text(dtype=jnp.bfloat16, with_draft_model=False, **sizes)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose")
 
 
 def test_a_32k_prompt_of_a_1_5b_model_fits_24_gb():
