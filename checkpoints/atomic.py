@@ -17,14 +17,32 @@ def check_destination(destination: str | Path, *, force: bool) -> None:
         FileExistsError: The destination exists and `force` is false, or it is no folder.
         PermissionError: Its parent cannot be written.
     """
-    destination = Path(destination).absolute()
+    destination = _real(destination)
     if destination.exists() and not force:
         raise FileExistsError(f"{destination} exists; pass --force (force=True) to replace it")
     if destination.exists() and not destination.is_dir():
         raise FileExistsError(f"{destination} is a file, not a folder that --force could replace")
-    parent = next(folder for folder in destination.parents if folder.exists())
+    parent = next((folder for folder in destination.parents if folder.exists()), None)
+    if parent is None:
+        raise PermissionError(f"{destination} cannot be replaced")
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise PermissionError(f"{destination} cannot be created: {parent} is not a writable folder")
+
+
+def check_keeps(destination: str | Path, *needed: str | Path) -> None:
+    """Refuses a destination whose replacement would delete what it is made from.
+
+    Args:
+        destination: As in `atomic_folder`.
+        needed: Files and folders that have to stay.
+
+    Raises:
+        FileExistsError: One of them is the destination, or lies in it.
+    """
+    destination = _real(destination)
+    lost = next((path for path in map(_real, needed) if path.is_relative_to(destination)), None)
+    if lost is not None:
+        raise FileExistsError(f"{destination} cannot be replaced: {'it' if lost == destination else lost} is what is read from")
 
 
 @contextlib.contextmanager
@@ -35,7 +53,7 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
     next one for the same destination.
 
     Args:
-        destination: The folder to create; its parents are made.
+        destination: The folder to create; its parents are made. Of a symbolic link the folder that it points to.
         force: Replace a folder that exists.
 
     Yields:
@@ -46,7 +64,7 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
         PermissionError: Its parent cannot be written.
         BlockingIOError: Another process is writing the same destination.
     """
-    destination = Path(destination).absolute()
+    destination = _real(destination)
     check_destination(destination, force=force)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.incomplete")
@@ -68,6 +86,11 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _real(path: str | Path) -> Path:
+    """Absolute, links followed: a link can neither be renamed in a folder's place nor removed as one."""
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager

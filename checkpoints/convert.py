@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from specjax.checkpoints.any_source import open_any_source
-from specjax.checkpoints.atomic import atomic_folder, check_destination
+from specjax.checkpoints.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.kinds import abstract_params, kind_of
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip
 from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
@@ -83,7 +83,7 @@ def convert(
 
     Raises:
         ValueError: An unsupported, damaged or incomplete source, or a failed check.
-        OSError: The destination exists, or cannot be written.
+        OSError: The destination exists, holds the source, or cannot be written.
 
     Example:
         >>> convert("Qwen/Qwen2.5-0.5B-Instruct", "models/draft")
@@ -94,13 +94,14 @@ def convert(
     check_destination(destination, force=force)
     target_config = None if target is None else read_transformer_config(target)
     found = open_any_source(source, tie_embeddings=tie_embeddings, target=target_config, feature_layers=feature_layers, draft_ids=draft_ids)
+    check_keeps(destination, found.location, *found.files, *(() if target is None else (target,)))
     check_source(found)
     leaves = jax.tree.leaves(abstract_params(found.config, STORED_DTYPES[dtype]))
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     skipped = {None: reason_to_skip(found, num_parameters), True: "", False: "not asked for"}[check]
     with atomic_folder(destination, force=force) as folder, _progress(shown=progress) as bar:
         has_tokenizer = found.write_tokenizer(folder / TOKENIZER_FOLDER)
-        converting = bar.add_task("Converting", total=sum(tensor.num_bytes for tensor in found.tensors.values()))
+        converting = bar.add_task("Converting", total=num_source_bytes(found))
         params = stream_params(found, dtype, lambda count: bar.update(converting, advance=count))
         write_checkpoint(folder, found.config, dtype, params, lambda: _metadata(found, bar))
         difference = None if skipped else check_logits(folder, found, dtype)
@@ -118,6 +119,12 @@ def convert(
 def _progress(*, shown: bool) -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
+
+
+def num_source_bytes(source: WeightSource) -> int:
+    """Of what is read: a file may hold more than a model needs."""
+    needed = {name for parameter in source.parameters.values() for name in parameter.tensors}
+    return sum(source.tensors[name].num_bytes for name in needed)
 
 
 def _metadata(source: WeightSource, bar: Progress) -> dict[str, Any]:

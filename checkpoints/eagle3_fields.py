@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.checkpoints.fields import needed_size, optional_size
+from specjax.checkpoints.fields import flag, needed_size, optional_list, optional_number, optional_object, optional_size
 from specjax.checkpoints.rope_settings import rope_config, usable_window
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
@@ -72,9 +72,9 @@ def eagle3_config(
     Raises:
         ValueError: A setting that is not supported or a missing field, by name; layer ids that can be read in two ways.
     """
-    eagle = raw.get("eagle_config") or {}
-    layer = raw.get("transformer_layer_config")
-    flat = layer is None
+    eagle = optional_object(raw, "eagle_config")
+    layer = optional_object(raw, "transformer_layer_config")
+    flat = raw.get("transformer_layer_config") is None
     body = dict(raw) if flat else _with_defaults(layer)
     for values, where in ((raw, "config.json"), (body, "config.json" if flat else "transformer_layer_config")):
         _refuse_unknown(values, _READ | _HARMLESS, where)
@@ -149,9 +149,7 @@ def _decoder(
     attention = f"{first_layer}.self_attn"
     # Drafters of Qwen3 targets are mostly plain llamas: the tensors tell.
     has_qk_norm = f"{attention}.q_norm.weight" in shapes or (qk_norm_by_type and body.get("model_type") == "qwen3")
-    attention_bias = bool(body.get("attention_bias"))
-    # transformers' default, where llama's config.json has none.
-    epsilon = body.get("rms_norm_eps")
+    attention_bias = flag(body, "attention_bias")
     rope, window = rope_config(body), optional_size(body, "max_position_embeddings", 2048)
     assert window is not None
     num_kv_heads = optional_size(body, "num_key_value_heads", num_heads)
@@ -168,23 +166,24 @@ def _decoder(
         head_dim=head_dim,
         max_position_embeddings=usable_window(rope, window),
         rope=rope,
-        rms_norm_eps=1e-6 if epsilon is None else float(epsilon),
+        # transformers' default, where llama's config.json has none.
+        rms_norm_eps=optional_number(body, "rms_norm_eps", 1e-6),
         qkv_bias=attention_bias,
         output_bias=attention_bias and f"{attention}.o_proj.bias" in shapes,
         qk_norm="head" if has_qk_norm else None,
         layer_windows=_windows(body, num_layers),
-        mlp_bias=bool(body.get("mlp_bias")),
+        mlp_bias=flag(body, "mlp_bias"),
     )
 
 
 def _windows(body: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    kinds = body.get("layer_types")
+    kinds = optional_list(body, "layer_types", str)
     if kinds is None:
         # Which layers those would be is for each family to say; a drafter's file has to.
         if body.get("use_sliding_window") or (body.get("model_type") == "mistral" and body.get("sliding_window")):
             raise ValueError("a drafter with sliding_window needs layer_types")
         return ()
-    kinds = list(kinds)[:num_layers]
+    kinds = kinds[:num_layers]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != num_layers:
         raise ValueError(f"layer_types should hold full_attention or sliding_attention for each of {num_layers} layers, got {kinds}")
@@ -201,19 +200,19 @@ def _flags(raw: Mapping[str, Any], eagle: Mapping[str, Any], *, flat: bool) -> d
         raise ValueError("norm_before_residual is missing: readers of this format disagree on its default; write it into config.json")
     flags = {}
     # SpecForge once meant another thing by norm_output (its pull request 879). Nothing in a file tells; such a drafter accepts few tokens.
-    for flag in _FLAGS:
-        found = {bool(values[flag]) for values in (eagle, raw) if values.get(flag) is not None}
-        if flag == "norm_output" and eagle.get("return_hidden_post_norm") is not None:
-            found.add(bool(eagle["return_hidden_post_norm"]))
+    for name in _FLAGS:
+        found = {flag(values, name) for values in (eagle, raw) if values.get(name) is not None}
+        if name == "norm_output" and eagle.get("return_hidden_post_norm") is not None:
+            found.add(flag(eagle, "return_hidden_post_norm", where="eagle_config"))
         if len(found) == 2:
-            raise ValueError(f"{flag} is both true and false in config.json: at its top level and in eagle_config")
-        flags[flag] = found == {True}
+            raise ValueError(f"{name} is both true and false in config.json: at its top level and in eagle_config")
+        flags[name] = found == {True}
     return flags
 
 
 def _feature_layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int | None) -> tuple[int, ...] | None:
     """Boundaries of the target. Ids at the top level are boundaries; those in `eagle_config` may be layers whose output is meant."""
-    top, nested = raw.get(_LAYER_IDS) or None, eagle.get(_LAYER_IDS) or None
+    top, nested = (optional_list(values, _LAYER_IDS, int) or None for values in (raw, eagle))
     ids = nested if top is None else top
     if ids is None:
         return None

@@ -23,9 +23,10 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensor
 import numpy as np
 import typer
 from flax import traverse_util
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specjax.checkpoints.atomic import atomic_folder, check_destination
+from specjax.checkpoints.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.drafters import open_drafter
 from specjax.checkpoints.eagle3_format import OFFICIAL_FIRST_LAYER
@@ -45,13 +46,15 @@ def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bo
         force: Replace a folder that exists.
 
     Raises:
-        FileExistsError: The destination exists and `force` is false.
+        FileExistsError: The destination exists and `force` is false, or it holds the checkpoint.
+        OSError: The destination cannot be written.
         ValueError: No checkpoint, another kind of model, or something that the official layout cannot express, by name.
 
     Example:
         >>> export_drafter("models/drafter", "exported/drafter")
     """
     check_destination(destination, force=force)
+    check_keeps(destination, checkpoint)
     config = read_manifest(Path(checkpoint).absolute()).config
     official_config(config, "float32")  # refuses before the weights are read
     cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -74,7 +77,10 @@ def export_params(config: Eagle3Config, params: Mapping[str, Any], destination: 
     raw = official_config(config, str(params["fc"].dtype))
     with atomic_folder(destination, force=force) as folder:
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        save_file(official_tensors(config, params), folder / SINGLE, metadata={"format": "pt"})
+        try:
+            save_file(official_tensors(config, params), folder / SINGLE, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"writing {destination} failed: {error}") from error
         _check_that_it_reads_back(folder, config)
 
 

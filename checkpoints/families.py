@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.checkpoints.fields import needed, needed_size, optional_size
+from specjax.checkpoints.fields import flag, needed_number, needed_size, optional_list, optional_number, optional_object, optional_size
 from specjax.checkpoints.rope_settings import rope_config, usable_window
 from specjax.config import ModelConfig, MoEConfig
 
@@ -63,6 +63,9 @@ _FAMILIES = {
 }
 SUPPORTED = tuple(_FAMILIES)
 
+# No model comes near; lists of so many would fill the memory before the tensors show that it is a mistake.
+_MOST_LAYERS, _MOST_EXPERTS = 1000, 10_000
+
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -88,8 +91,8 @@ def model_config(raw: Mapping[str, Any], *, tie_embeddings: bool | None = None) 
     num_kv_heads = optional_size(raw, "num_key_value_heads")
     if num_kv_heads is None:
         num_kv_heads = needed_size(raw, "num_key_value_heads") if family.num_kv_heads_needed else num_heads
-    num_layers = needed_size(raw, "num_hidden_layers")
-    bias = bool(raw.get("attention_bias", family.model_type == "gpt_oss"))
+    num_layers = _bounded(raw, "num_hidden_layers", _MOST_LAYERS)
+    bias = flag(raw, "attention_bias", family.model_type == "gpt_oss")
     rope = rope_config(raw, default_theta=family.default_theta)
     return ModelConfig(
         vocab_size=needed_size(raw, "vocab_size"),
@@ -101,18 +104,18 @@ def model_config(raw: Mapping[str, Any], *, tie_embeddings: bool | None = None) 
         head_dim=head_dim,
         max_position_embeddings=usable_window(rope, needed_size(raw, "max_position_embeddings")),
         rope=rope,
-        rms_norm_eps=float(needed(raw, "rms_norm_eps")),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)) if tie_embeddings is None else tie_embeddings,
+        rms_norm_eps=needed_number(raw, "rms_norm_eps"),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings") if tie_embeddings is None else tie_embeddings,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.qkv_bias is None else False,
         qk_norm=family.qk_norm,
-        clip_qkv=None if family.model_type != "olmoe" or raw.get("clip_qkv") is None else float(raw["clip_qkv"]),
+        clip_qkv=None if family.model_type != "olmoe" or raw.get("clip_qkv") is None else needed_number(raw, "clip_qkv"),
         layer_windows=_layer_windows(raw, family, num_layers),
         attention_sinks=family.model_type == "gpt_oss",
         activation="clamped_swiglu" if family.model_type == "gpt_oss" else "silu",
-        swiglu_alpha=float(raw.get("swiglu_alpha", 1.702)),
-        swiglu_limit=float(raw.get("swiglu_limit", 7.0)),
-        mlp_bias=family.model_type == "gpt_oss" or bool(raw.get("mlp_bias", False)),
+        swiglu_alpha=optional_number(raw, "swiglu_alpha", 1.702),
+        swiglu_limit=optional_number(raw, "swiglu_limit", 7.0),
+        mlp_bias=family.model_type == "gpt_oss" or flag(raw, "mlp_bias"),
         moe=_moe(raw, family, num_layers) if family.has_experts else None,
     )
 
@@ -123,9 +126,9 @@ def architecture(raw: Mapping[str, Any]) -> str:
     Raises:
         ValueError: It is not one of `SUPPORTED`.
     """
-    architectures = raw.get("architectures") or []
+    architectures = optional_list(raw, "architectures", str) or []
     by_type = {family.model_type: name for name, family in _FAMILIES.items()}
-    found = architectures[0] if architectures else by_type.get(raw.get("model_type", ""), f"model_type {raw.get('model_type')!r}")
+    found = architectures[0] if architectures else by_type.get(str(raw.get("model_type")), f"model_type {raw.get('model_type')!r}")
     if found not in _FAMILIES:
         raise ValueError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED)}")
     return found
@@ -135,15 +138,15 @@ def _moe(raw: Mapping[str, Any], family: _Family, num_layers: int) -> MoEConfig:
     is_qwen = family.model_type == "qwen3_moe"
     dense: tuple[int, ...] = ()
     if is_qwen:
-        step, listed = optional_size(raw, "decoder_sparse_step", 1) or 1, raw.get("mlp_only_layers") or []
+        step, listed = optional_size(raw, "decoder_sparse_step", 1) or 1, optional_list(raw, "mlp_only_layers", int) or []
         dense = tuple(index for index in range(num_layers) if index in listed or (index + 1) % step)
     # Which of the two names is written changed from version to version of transformers.
     field = "num_local_experts" if raw.get("num_experts") is None else "num_experts"
     return MoEConfig(
-        num_experts=needed_size(raw, field),
+        num_experts=_bounded(raw, field, _MOST_EXPERTS),
         num_experts_per_token=needed_size(raw, "num_experts_per_tok"),
         intermediate_size=needed_size(raw, "moe_intermediate_size" if is_qwen else "intermediate_size"),
-        normalise=bool(raw.get("norm_topk_prob", False)) if is_qwen or family.model_type == "olmoe" else True,
+        normalise=flag(raw, "norm_topk_prob") if is_qwen or family.model_type == "olmoe" else True,
         router_bias=family.model_type == "gpt_oss",
         dense_layers=dense,
     )
@@ -152,13 +155,13 @@ def _moe(raw: Mapping[str, Any], family: _Family, num_layers: int) -> MoEConfig:
 def _layer_windows(raw: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:
     """The attention window of each layer; empty where all see everything."""
     window = raw.get("sliding_window", family.sliding_window)
-    if not family.windowed or (family.model_type.startswith("qwen") and not raw.get("use_sliding_window")):
+    if not family.windowed or (family.model_type.startswith("qwen") and not flag(raw, "use_sliding_window")):
         window = None
-    first = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
+    first = optional_number(raw, "max_window_layers", 28)
     is_windowed = {"late": lambda index: index >= first, "alternating": lambda index: index % 2 == 0}.get(
         family.windowed, lambda index: True
     )
-    kinds = raw.get("layer_types")
+    kinds = optional_list(raw, "layer_types", str)
     if kinds is None:
         kinds = [_SLIDING if window is not None and is_windowed(index) else _FULL for index in range(num_layers)]
     unknown = sorted(set(kinds) - {_FULL, _SLIDING})
@@ -177,8 +180,20 @@ def _layer_windows(raw: Mapping[str, Any], family: _Family, num_layers: int) -> 
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
+def _bounded(raw: Mapping[str, Any], field: str, most: int) -> int:
+    size = needed_size(raw, field)
+    if size > most:
+        raise ValueError(f"{field} in config.json should be at most {most}, got {size}")
+    return size
+
+
 def _refuse_unsupported(raw: Mapping[str, Any], family: _Family) -> None:
-    quantisation = raw.get("quantization_config")
+    if needed_number(raw, "rms_norm_eps") < 0:
+        raise ValueError(f"rms_norm_eps in config.json should not be negative, got {raw['rms_norm_eps']!r}")
+    if family.model_type == "gpt_oss" and not (raw.get("rope_scaling") or raw.get("rope_parameters")):
+        # Its class in transformers stretches 32 times where nothing is written, earlier versions of it not at all.
+        raise ValueError("config.json of gpt_oss needs rope_scaling or rope_parameters: versions of transformers disagree on their default")
+    quantisation = optional_object(raw, "quantization_config")
     method = quantisation.get("quant_method", "unknown") if quantisation else None
     if method is not None and not (method == "mxfp4" and family.model_type == "gpt_oss"):
         raise ValueError(

@@ -67,7 +67,7 @@ def config_from_dict(values: Mapping[str, Any], kind: str = "transformer") -> An
         raise ValueError(f"this version of specjax knows checkpoints of kind {', '.join(_KINDS)}, not {kind!r}: upgrade specjax")
     try:
         return _dataclass_from(_KINDS[kind][0], values)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, StopIteration) as error:
         raise ValueError(f"the saved configuration does not fit this version of specjax: {error}") from error
 
 

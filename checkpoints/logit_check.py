@@ -117,10 +117,11 @@ def _transformers_logits(source: WeightSource, dtype: str, tokens: np.ndarray) -
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if source.quantisation == "MXFP4":
         options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
-    config = transformers.AutoConfig.from_pretrained(**found)
+    # Without the argument transformers would ask on the terminal whether to run a folder's own code.
+    config = transformers.AutoConfig.from_pretrained(**found, trust_remote_code=False)
     config.tie_word_embeddings = source.config.tie_word_embeddings
     with _quiet(transformers.utils.logging):
-        model = transformers.AutoModelForCausalLM.from_pretrained(**found, **options, config=config).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(**found, **options, config=config, trust_remote_code=False).eval()
     if source.config.tie_word_embeddings:
         # Where a file holds two copies of a tied matrix, which of them counts is our rule, not something to compare.
         embedding = torch.from_numpy(source.read("model.embed_tokens.weight").astype(np.float32))

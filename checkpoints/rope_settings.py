@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.checkpoints.fields import needed
+from specjax.checkpoints.fields import flag, needed, needed_number, optional_list, optional_number, optional_object
 from specjax.config import ROPE_TYPES, RopeConfig
 
 # An old name, written by Phi-3 and those who followed.
@@ -27,12 +27,12 @@ def rope_config(raw: Mapping[str, Any], *, default_theta: float = 10000.0) -> Ro
         ValueError: A type that is not supported, or a missing field; the message names it.
     """
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    settings = raw.get(key) or {}
+    settings = optional_object(raw, key)
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise ValueError(f"{key} with a rotary embedding for each kind of layer is not supported: {sorted(settings)}")
     rope_type = settings.get("rope_type") or settings.get("type") or "default"
-    rope_type = _SYNONYMS.get(rope_type, rope_type)
-    if rope_type not in ROPE_TYPES:
+    rope_type = _SYNONYMS.get(str(rope_type), rope_type)
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ValueError(
             f"rotary embedding of type {rope_type!r} ({key} in config.json) is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
@@ -40,9 +40,7 @@ def rope_config(raw: Mapping[str, Any], *, default_theta: float = 10000.0) -> Ro
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     if settings.get("mrope_section"):
         raise ValueError(f"mrope_section in {key} (positions of images) is not supported")
-    theta = settings.get("rope_theta")
-    theta = raw.get("rope_theta") if theta is None else theta
-    theta = default_theta if theta is None else float(theta)
+    theta = optional_number(settings, "rope_theta", optional_number(raw, "rope_theta", default_theta), key)
     return RopeConfig(theta=theta, rope_type=rope_type, **_settings_of(rope_type, settings, raw, key))
 
 
@@ -59,53 +57,65 @@ def usable_window(rope: RopeConfig, max_position_embeddings: int) -> int:
 
 def _settings_of(rope_type: str, settings: Mapping[str, Any], raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     def number(field: str) -> float:
-        return float(needed(settings, field, key))
+        return needed_number(settings, field, key)
 
     if rope_type == "default":
         return {}
     if rope_type == "linear":
         return {"factor": number("factor")}
     if rope_type == "dynamic":
-        return {"factor": number("factor"), "original_max_position_embeddings": int(needed(raw, "max_position_embeddings"))}
+        return {"factor": number("factor"), "original_max_position_embeddings": _length(raw, "max_position_embeddings")}
     original = _original_length(settings, raw)
     if rope_type == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {name: number(name) for name in names} | {"original_max_position_embeddings": original}
-    factor = settings.get("factor")
-    factor = needed(raw, "max_position_embeddings") / original if factor is None else float(factor)
-    attention_factor = settings.get("attention_factor")
+    factor = _length(raw, "max_position_embeddings") / original if settings.get("factor") is None else number("factor")
+    attention_factor = None if settings.get("attention_factor") is None else number("attention_factor")
     if rope_type == "yarn":
         return {
             "factor": factor,
             "original_max_position_embeddings": original,
-            "beta_fast": float(settings.get("beta_fast") or 32),
-            "beta_slow": float(settings.get("beta_slow") or 1),
-            "truncate": bool(settings.get("truncate", True)),
-            "attention_factor": _yarn_attention_factor(settings, factor) if attention_factor is None else float(attention_factor),
+            "beta_fast": optional_number(settings, "beta_fast", 32.0, key) or 32.0,
+            "beta_slow": optional_number(settings, "beta_slow", 1.0, key) or 1.0,
+            "truncate": flag(settings, "truncate", True, key),
+            "attention_factor": _yarn_attention_factor(settings, factor, key) if attention_factor is None else attention_factor,
         }
     assert rope_type == "longrope", rope_type
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return {
         "original_max_position_embeddings": original,
-        "attention_factor": float(attention_factor),
-        "short_factor": tuple(float(value) for value in needed(settings, "short_factor", key)),
-        "long_factor": tuple(float(value) for value in needed(settings, "long_factor", key)),
+        "attention_factor": attention_factor,
+        **{name: _numbers(settings, name, key) for name in ("short_factor", "long_factor")},
     }
 
 
 def _original_length(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     """Beside the rotary settings, in them, or else the model's own window."""
-    value = raw.get("original_max_position_embeddings")
-    value = settings.get("original_max_position_embeddings") if value is None else value
-    return int(needed(raw, "max_position_embeddings") if value is None else value)
+    name = "original_max_position_embeddings"
+    found = next((values for values in (raw, settings) if values.get(name) is not None), None)
+    return _length(raw, "max_position_embeddings") if found is None else _length(found, name)
 
 
-def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
+def _length(values: Mapping[str, Any], field: str) -> int:
+    """A number of tokens; some write it as 4096.0."""
+    number = needed_number(values, field)
+    # 1 would be divided by: by its logarithm, for longrope.
+    if number < 2 or number % 1:
+        raise ValueError(f"{field} in config.json should be a number of tokens, at least 2, got {number!r}")
+    return int(number)
+
+
+def _numbers(settings: Mapping[str, Any], field: str, key: str) -> tuple[float, ...]:
+    needed(settings, field, key)
+    return tuple(float(value) for value in optional_list(settings, field, int | float, key) or ())
+
+
+def _yarn_attention_factor(settings: Mapping[str, Any], factor: float, key: str) -> float:
     """`0.1 m ln(factor) + 1`, or the quotient of two such where both of DeepSeek's m's are given. arXiv:2309.00071, section 3.4."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    mscale, mscale_all_dim = (optional_number(settings, name, 0.0, key) for name in ("mscale", "mscale_all_dim"))
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)

@@ -257,15 +257,20 @@ def read_manifest(path: str | Path) -> Manifest:
         raise ValueError(f"{path} is not a specjax checkpoint; {hint}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON ({error})") from error
     version = values.get("format_version") if isinstance(values, dict) else None
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise ValueError(f"{path} has checkpoint format {version!r}, this version of specjax reads up to {FORMAT_VERSION}: upgrade specjax")
+    if isinstance(version, bool) or version < 1:
+        raise ValueError(f"{file} is damaged: it names the format {version!r}")
     values = _from_version_1(values) if version == 1 else values
     absent = [field for field in ("kind", "config", "dtype", "metadata") if field not in values]
-    if absent or values["dtype"] not in STORED_DTYPES:
+    kinds = {"kind": str, "config": dict, "dtype": str, "metadata": dict}
+    odd = [field for field, kind in kinds.items() if field in values and not isinstance(values[field], kind)]
+    if absent or odd or values["dtype"] not in STORED_DTYPES:
         wrong = f"lacks {', '.join(absent)}" if absent else f"names the dtype {values['dtype']!r}"
+        wrong = f"has {odd[0]} = {values[odd[0]]!r:.80}" if odd and not absent else wrong
         raise ValueError(f"{file} is damaged: it {wrong}")
     return Manifest(
         kind=values["kind"],
@@ -278,7 +283,8 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def _from_version_1(values: dict[str, Any]) -> dict[str, Any]:
     """Format 1 held transformers only, and `qk_norm` was a bool."""
-    config = dict(values.get("model_config") or {})
+    config = values.get("model_config")
+    config = dict(config) if isinstance(config, dict) else {}
     if isinstance(config.get("qk_norm"), bool):
         config["qk_norm"] = "head" if config["qk_norm"] else None
     return {**values, "kind": "transformer", "config": config}

@@ -88,6 +88,12 @@ def open_file(path: Path, name: str) -> TensorFiles:
 
 def _open_shards(folder: Path, name: str, index: str) -> TensorFiles:
     weight_map = needed(read_json(folder / index, name), "weight_map", index)
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{name}: weight_map in {index} should map tensors to files, got {weight_map!r:.80}")
+    for file in weight_map.values():
+        # Shards lie beside their index; a path could point anywhere on this machine.
+        if not isinstance(file, str) or not file or file != Path(file).name or "\0" in file:
+            raise ValueError(f"{name}: {index} should name files in its own folder, got {file!r:.80}")
     files = sorted(set(weight_map.values()))
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:

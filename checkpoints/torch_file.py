@@ -43,6 +43,9 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa85019")
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _MAX_PICKLE_BYTES = 2**28
+# What a damaged or malicious pickle makes the unpickler raise, ours or Python's.
+_PICKLE_ERRORS = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+_PICKLE_ERRORS += (MemoryError, RecursionError)
 
 
 def open_torch_file(path: str | Path) -> dict[str, StoredTensor]:
@@ -59,7 +62,7 @@ def open_torch_file(path: str | Path) -> dict[str, StoredTensor]:
     archive = _Archive.open(path)
     try:
         content = _Unpickler(archive).load()
-    except (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError, MemoryError) as error:
+    except _PICKLE_ERRORS as error:
         raise ValueError(f"{path.name}: the pickle in it cannot be read: {error or type(error).__name__}") from error
     return {name: _stored(archive, tensor) for name, tensor in _state_dict(content, path.name).items()}
 
@@ -207,16 +210,22 @@ def _is_size(value: Any) -> bool:
 
 def _state_dict(content: Any, name: str) -> dict[str, _Tensor]:
     if isinstance(content, dict):
+        content = _plain(content)
         wrapped = [key for key in _WRAPPERS if isinstance(content.get(key), dict)]
         if len(wrapped) == 1 and not any(isinstance(value, _Tensor) for value in content.values()):
-            content = content[wrapped[0]]
+            content = _plain(content[wrapped[0]])
     if not isinstance(content, dict):
         raise ValueError(f"{name}: holds a {type(content).__name__}, expected a state dict")
     for key, value in content.items():
         if not isinstance(key, str) or not isinstance(value, _Tensor):
             kind = type(value).__name__.lstrip("_")
             raise ValueError(f"{name}: expected a state dict of names and tensors; under {key!r:.80} it has a {kind}")
-    return dict(content)
+    return content
+
+
+def _plain(content: dict[Any, Any]) -> dict[Any, Any]:
+    """The same entries: a pickle may have given its ordered dictionary other methods."""
+    return dict(dict.items(content))
 
 
 def _stored(archive: _Archive, tensor: _Tensor) -> StoredTensor:

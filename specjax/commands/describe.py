@@ -190,7 +190,7 @@ def _print(found: Description) -> None:
         table.add_row("memory, cache", f"{decimal(found.cache_bytes)} in {found.dtype}, {found.batch_size} × {found.context:,} tokens")
     for name, value in _settings(found.config):
         table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)  # names may hold brackets
     console.print(table)
     for title, names in (("missing", found.missing), ("left over", found.left_over), ("wrong", found.wrong)):
         for name in names:

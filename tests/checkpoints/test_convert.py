@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints import hugging_face
-from specjax.checkpoints.convert import convert, one_line_errors
+from specjax.checkpoints.any_source import open_any_source
+from specjax.checkpoints.convert import convert, num_source_bytes, one_line_errors
 from specjax.checkpoints.families import model_config
-from specjax.checkpoints.source import read_params
+from specjax.checkpoints.source import read_params, stream_params
 from specjax.checkpoints.store import load_checkpoint
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf, write_tokenizer
 
@@ -86,6 +87,27 @@ def test_an_existing_destination_is_noticed_before_the_source_is_read(tmp_path: 
     (source / "config.json").unlink()
     with pytest.raises(FileExistsError, match="pass --force"):
         convert(source, tmp_path / "out", check=False, progress=False)
+
+
+@pytest.mark.parametrize("destination", ["source", "source/..", "link"])
+def test_what_is_read_is_never_replaced(tmp_path: Path, destination: str) -> None:
+    source = write_folder(tmp_path / "source", raw_config(), random_tensors(raw_config()))
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(path.name for path in source.iterdir())
+    with pytest.raises(FileExistsError, match="is what is read from"):
+        convert(source, tmp_path / destination, force=True, check=False, progress=False)
+    assert sorted(path.name for path in source.iterdir()) == before
+
+
+def test_the_progress_bar_counts_what_is_read(tmp_path: Path) -> None:
+    raw = raw_config(tie_word_embeddings=True)
+    tensors = random_tensors(raw)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # there, and not needed
+    source = open_any_source(write_folder(tmp_path, raw, tensors))
+    read = []
+    for _ in stream_params(source, "float32", read.append):
+        pass
+    assert sum(read) == pytest.approx(num_source_bytes(source))
 
 
 def test_other_dtypes_are_refused(tmp_path: Path, source: Path) -> None:

@@ -225,3 +225,20 @@ def test_settings_that_change_the_computation_are_refused_by_name(tmp_path: Path
 def test_speculators_settings_are_refused_by_name(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_drafter(write_drafter(tmp_path, raw, eagle3_tensors(first_layer="layers.0")))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("eagle_config", "x"),
+        ("transformer_layer_config", [1]),
+        (LAYER_IDS, 3),
+        ("rms_norm_eps", [1e-5]),
+        ("norm_output", "false"),
+        ("layer_types", 1),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    folder = write_drafter(tmp_path, official_config(**{field: value}), eagle3_tensors())
+    with pytest.raises(ValueError, match=field):
+        opened(folder)

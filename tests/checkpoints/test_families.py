@@ -86,7 +86,8 @@ def test_qwen3_needs_its_own_head_size_and_qwen2_its_kv_heads() -> None:
 
 
 def test_each_family_has_its_own_fields() -> None:
-    gpt_oss = model_config(raw_config(architectures=["GptOssForCausalLM"], num_hidden_layers=3, rope_theta=..., **EXPERTS))
+    raw = raw_config(architectures=["GptOssForCausalLM"], num_hidden_layers=3, rope_theta=..., rope_scaling=LLAMA3, **EXPERTS)
+    gpt_oss = model_config(raw)
     assert gpt_oss.layer_windows == (128, None, 128)
     assert (gpt_oss.attention_sinks, gpt_oss.qkv_bias, gpt_oss.output_bias, gpt_oss.mlp_bias) == (True,) * 4
     assert gpt_oss.activation == "clamped_swiglu"
@@ -152,7 +153,41 @@ def test_an_old_name_and_defaults_of_longrope_and_yarn() -> None:
 
 
 def test_mxfp4_is_accepted_for_gpt_oss_alone() -> None:
-    quantised = dict(quantization_config=dict(quant_method="mxfp4"), **EXPERTS)
+    quantised = dict(quantization_config=dict(quant_method="mxfp4"), rope_scaling=LLAMA3, **EXPERTS)
     assert model_config(raw_config(architectures=["GptOssForCausalLM"], **quantised)).moe is not None
     with pytest.raises(ValueError, match="quantised with 'mxfp4' are not supported"):
         model_config(raw_config(**quantised))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architectures", [["LlamaForCausalLM"]]),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", -1e-5),
+        ("rope_theta", "10000"),
+        ("rope_scaling", "yarn"),
+        ("layer_types", 5),
+        ("layer_types", [1, 2]),
+        ("quantization_config", "fp8"),
+        ("tie_word_embeddings", "false"),
+        ("num_hidden_layers", 10**30),
+    ],
+)
+def test_a_value_of_another_kind_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        model_config(raw_config(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("factor", [4.0]), ("factor", float("inf")), ("short_factor", 1.0), ("original_max_position_embeddings", 0)]
+)
+def test_a_rotary_setting_of_another_kind_is_named(field: str, value: Any) -> None:
+    settings = dict(rope_type="longrope", factor=4.0, short_factor=[1.0] * 16, long_factor=[2.0] * 16, original_max_position_embeddings=64)
+    with pytest.raises(ValueError, match=field):
+        model_config(raw_config(rope_scaling=settings | {field: value}))
+
+
+def test_gpt_oss_without_rotary_settings_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpt_oss needs rope_scaling or rope_parameters"):
+        model_config(raw_config(architectures=["GptOssForCausalLM"], **EXPERTS))

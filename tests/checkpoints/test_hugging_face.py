@@ -137,6 +137,14 @@ def test_a_missing_shard_and_a_shard_without_its_tensor_are_named(tmp_path: Path
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [[], {}, "a", {"a": 5}, {"a": "../other/model.safetensors"}, {"a": "/etc/passwd"}, {"a": ""}])
+def test_an_index_names_files_in_its_own_folder_only(tmp_path: Path, weight_map: Any) -> None:
+    write_folder(tmp_path, raw_config(), random_tensors(raw_config()), num_shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json should"):
+        opened(tmp_path)
+
+
 def test_a_tensor_in_two_shards_is_named_with_both(tmp_path: Path) -> None:
     raw = raw_config()
     write_folder(tmp_path, raw, random_tensors(raw), num_shards=2)

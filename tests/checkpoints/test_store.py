@@ -146,6 +146,20 @@ def test_a_file_or_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> No
         save_tiny(tmp_path / "file" / "below")
 
 
+def test_a_link_stays_and_the_folder_behind_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    for _ in range(2):  # to where nothing is yet, then to what is replaced
+        save_tiny(tmp_path / "link", force=True)
+        assert (tmp_path / "link").is_symlink()
+        assert names_in(tmp_path) == ["folder", "link"]
+        assert names_in(tmp_path / "folder") == ["params", "specjax.json"]
+
+
+def test_the_root_is_no_destination() -> None:
+    with pytest.raises(PermissionError, match="/ cannot be replaced"):
+        save_tiny(Path("/"), force=True)
+
+
 def test_a_read_only_place_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests may run as root, whom no mode bits stop.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -237,7 +251,15 @@ def test_a_checkpoint_of_the_first_format_is_read(tmp_path: Path, changes: dict)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), [(dict(dtype="float8"), "names the dtype 'float8'"), (dict(config=...), "is damaged: it lacks config")]
+    ("changes", "message"),
+    [
+        (dict(dtype="float8"), "names the dtype 'float8'"),
+        (dict(config=...), "is damaged: it lacks config"),
+        (dict(config=[1]), r"is damaged: it has config = \[1\]"),
+        (dict(metadata=None), "is damaged: it has metadata = None"),
+        (dict(kind=[]), "is damaged: it has kind"),
+        (dict(format_version=0), "is damaged: it names the format 0"),
+    ],
 )
 def test_a_damaged_manifest_is_said(tmp_path: Path, changes: dict, message: str) -> None:
     save_tiny(tmp_path / "saved")

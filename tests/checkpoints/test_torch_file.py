@@ -169,6 +169,11 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
     assert not trace.exists()
 
 
+def test_a_pickle_that_changes_its_dictionary_s_methods_changes_nothing(tmp_path: Path) -> None:
+    pickled = b"ccollections\nOrderedDict\n)R}(S'get'\nI5\nS'values'\nI5\nS'items'\nI5\nub."
+    assert open_torch_file(write_zip(tmp_path / "a.pt", pickled)) == {}
+
+
 def test_a_pickle_cannot_reach_beyond_its_storage(tmp_path: Path) -> None:
     found = open_torch_file(write_zip(tmp_path / "a.pt", tensor_pickle((2, 2), (1, 2))))
     np.testing.assert_array_equal(found["w"].read(slice(None)), [[0, 2], [1, 3]])

@@ -76,6 +76,14 @@ def test_a_hugging_face_folder_is_described_with_what_is_missing_and_left_over(t
     assert "wrong: tensor model.norm.weight should have shape (64,) by the configuration, got (63,)" in output
 
 
+def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    raw = raw_config()
+    code, output = run(write_folder(tmp_path / "a [b]", raw, random_tensors(raw) | {"extra[red][/nope]": np.ones(1, np.float32)}))
+    assert code == 1
+    assert "a [b]" in output
+    assert "left over: extra[red][/nope]" in output
+
+
 def test_a_gguf_file_is_described(tmp_path: Path) -> None:
     raw = raw_config()
     write_gguf(tmp_path / "m.gguf", "llama", model_config(raw), random_tensors(raw), quantisation="Q8_0")
