@@ -15,6 +15,7 @@ import numpy as np
 from specjax.checkpoints.draft_vocabulary import target_ids
 from specjax.checkpoints.drafter_source import drafter_source
 from specjax.checkpoints.eagle3_fields import eagle3_config
+from specjax.checkpoints.fields import optional_list
 from specjax.checkpoints.parameters import gate_up, grouped_qkv, plain, stacked, transposed
 from specjax.checkpoints.source import INTEGER, Parameter, Read, StoredTensor, WeightSource
 from specjax.checkpoints.tensor_files import TensorFiles
@@ -86,6 +87,9 @@ def open_source(
     if f"{first}.hidden_norm.weight" not in tensors and f"{first}.input_layernorm.weight" not in tensors:
         raise ValueError(f"no {first}.hidden_norm.weight: EAGLE and EAGLE-2 drafters are not supported")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for matrix in ("fc.weight", "lm_head.weight"):  # sizes are taken from them
+        if len(shapes.get(matrix, (0, 0))) != 2:
+            raise ValueError(f"tensor {matrix} should have two axes, got shape {shapes[matrix]}")
     config = eagle3_config(raw, shapes, first_layer=first, target=target, feature_layers=feature_layers)
     ids = _draft_to_target(config, tensors, draft_ids)
     return drafter_source(
@@ -93,7 +97,7 @@ def open_source(
         name,
         files,
         config=config,
-        architecture=(raw.get("architectures") or [""])[0],
+        architecture=(optional_list(raw, "architectures", str) or [""])[0],
         tensors=tensors,
         parameters=eagle3_table(config, ids, first_layer=first),
         ignored=_ignored(config, tensors),

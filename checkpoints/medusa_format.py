@@ -51,6 +51,9 @@ def open_source(folder: Path, name: str, raw: Mapping[str, Any], files: TensorFi
     if first is None:
         raise ValueError(f"no weights of head 0 among {', '.join(list(files.tensors)[:4])}")
     own_head = f"0.{num_layers}.weight" in tensors
+    for matrix in ("0.0.linear.weight", *((f"0.{num_layers}.weight",) if own_head else ())):  # sizes are taken from them
+        if len(tensors[matrix].shape) != 2:
+            raise ValueError(f"tensor {matrix} should have two axes, got shape {tensors[matrix].shape}")
     if not own_head and target is None:
         raise ValueError("these Medusa heads use the target's LM head: its vocabulary has to be known (target)")
     config = MedusaConfig(

@@ -230,6 +230,7 @@ def test_speculators_settings_are_refused_by_name(tmp_path: Path, raw: dict[str,
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("architectures", 5),
         ("eagle_config", "x"),
         ("transformer_layer_config", [1]),
         (LAYER_IDS, 3),
@@ -241,4 +242,11 @@ def test_speculators_settings_are_refused_by_name(tmp_path: Path, raw: dict[str,
 def test_a_value_of_another_kind_is_named(tmp_path: Path, field: str, value: Any) -> None:
     folder = write_drafter(tmp_path, official_config(**{field: value}), eagle3_tensors())
     with pytest.raises(ValueError, match=field):
+        opened(folder)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight"])
+def test_a_matrix_without_axes_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_drafter(tmp_path, official_config(), eagle3_tensors() | {name: np.ones(3, np.float32)})
+    with pytest.raises(ValueError, match=f"tensor {name} should have two axes"):
         opened(folder)
