@@ -255,7 +255,8 @@ class GenerateConfig:
         verification: The rule that keeps or rejects draft tokens. Lossless by default.
         return_log_probs: Also return log p(token) of the emitted tokens under the target's unscaled softmax.
         prefill_chunk_size: Prompt tokens that one prefill pass processes; bounds the memory of attention scores.
-        cache_capacity: Key/value slots to allocate; `None` takes what this call needs. Larger values leave room to continue.
+        cache_capacity: Key/value slots to allocate; `None` takes what this call needs. Larger values leave room to continue. Under
+            `dynamic` and `longrope` rotary embeddings it is also the length that the frequencies are chosen for, and so changes the text.
         cache_sharding: A `jax.sharding.NamedSharding` for the `[B,K,S,H]` cache arrays; `None` leaves placement to XLA.
         pad_token_id: Fills the output beyond a row's length.
 

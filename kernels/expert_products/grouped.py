@@ -3,6 +3,10 @@
 The (row, expert) pairs are sorted by expert, and each expert's pairs are padded to whole blocks, so that shapes are static and no pair is
 ever dropped. The loop runs only over the blocks that hold pairs: at most `M * C / block + E`, and an expert that nobody chose is not read.
 The idea is MegaBlocks' (arXiv:2211.15841).
+
+In bfloat16 on a CPU, JAX 0.10.2 converts all experts to float32 before the loop, chosen or not (0.12 does not): measured at E = 128, C = 8,
+D = 512, F = 192, one row: 46 ms and 152 MB of scratch, where float32 takes 0.5 ms and 1 MB. Slices behind an optimisation barrier, gathers
+and bitcasts to integers were tried and do not prevent it. Convert such a model to float32, or run it under Python 3.12.
 """
 
 from __future__ import annotations

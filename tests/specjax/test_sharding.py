@@ -5,7 +5,14 @@ import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
+
+from specjax.drafting.eagle3 import Eagle3
+from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.sharding import param_shardings
+from tests.helpers import tiny_config
 
 SCRIPT = """
 import json
@@ -55,3 +62,13 @@ def test_tokens_under_a_mesh_equal_those_of_one_device(kind: str) -> None:
     assert all("model" in specs[name] for name in split), specs
     assert "data" in results["(2, 4)"]["cache"]
     assert "model" in results["(2, 4)"]["cache"]
+
+
+def test_a_low_rank_head_is_split_over_the_vocabulary_and_fc_is_not_split() -> None:
+    config = Eagle3Config(decoder=tiny_config(num_layers=1), target_hidden_size=32, draft_vocab_size=64, lm_head_rank=4, fc_norm=True)
+    params = jax.eval_shape(Eagle3(config).init_params, jax.random.key(0))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    specs = jax.tree.map(lambda sharding: tuple(sharding.spec), param_shardings(params, config.decoder, mesh))
+    assert specs["lm_head_up"] == ("model", None)
+    assert specs["lm_head_down"] == specs["fc"] == ()
+    assert specs["layer_0"]["attention"]["qkv"] == (None, "model", None, None)
