@@ -19,7 +19,7 @@ def open_any_source(
     feature_layers: Sequence[int] | None = None,
     draft_ids: str | None = None,
 ) -> WeightSource:
-    """Finds out what is there, and opens it. No weights are read.
+    """Finds out what is there, and opens it. Of the weights no more is read than that takes.
 
     Args:
         source: A folder or hub id, or a `.gguf` file.
@@ -36,7 +36,7 @@ def open_any_source(
     folder, name = hugging_face.locate(source)
     drafter = open_drafter(folder, name=name, target=target, feature_layers=feature_layers, draft_ids=draft_ids)
     if drafter is None:
-        return _plain(hugging_face.open_source(source, tie_embeddings=tie_embeddings), target, feature_layers, draft_ids)
+        return _plain(hugging_face.open_folder(folder, name, tie_embeddings=tie_embeddings), target, feature_layers, draft_ids)
     if tie_embeddings is not None:
         raise ValueError(f"{name} is a drafter: tie_embeddings does not apply to it")
     return drafter

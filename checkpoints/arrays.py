@@ -25,6 +25,8 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import traverse_util
 
+from specjax.checkpoints.messages import listed
+
 # Leaves are written together up to this size. Each save reads again what the earlier ones noted: 300 saves take 94 s, however small.
 _WRITE_BATCH_BYTES = 256 * 2**20
 # Restored together: each batch costs a garbage collection, and its host buffers live until then.
@@ -33,7 +35,6 @@ _READ_BATCH_BYTES = 512 * 2**20
 _CHUNK_BYTES = 64 * 2**20
 _GRACE_SECONDS = 0.3
 _LONGEST_REASON = 200
-_MAX_LISTED = 8
 
 
 def write_arrays(folder: Path, expected: Mapping[str, Any], leaves: Iterable[tuple[str, np.ndarray | jax.Array]]) -> None:
@@ -81,7 +82,7 @@ def write_arrays(folder: Path, expected: Mapping[str, Any], leaves: Iterable[tup
                 _write_batch(folder, batch)
                 batch.clear()
         if waiting:
-            raise ValueError(f"{folder}: {len(waiting)} leaves did not come: {_listed(waiting)}")
+            raise ValueError(f"{folder}: {len(waiting)} leaves did not come: {listed(waiting)}")
         if batch:
             _write_batch(folder, batch)
         with _writing(folder):
@@ -114,7 +115,7 @@ def read_arrays(folder: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     wanted = _flat(abstract)
     unplaced = [path for path, leaf in wanted.items() if leaf.sharding is None]
     if unplaced:
-        raise ValueError(f"every leaf needs a sharding, these have none: {_listed(unplaced)}")
+        raise ValueError(f"every leaf needs a sharding, these have none: {listed(unplaced)}")
     try:
         with _quiet():
             _check_stored(_stored(folder), wanted)
@@ -260,7 +261,7 @@ def _stored(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 def _check_stored(stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     if stored.keys() != wanted.keys():
         missing, extra = [path for path in wanted if path not in stored], [path for path in stored if path not in wanted]
-        raise ValueError(f"it holds another tree; missing: {_listed(missing)}; not asked for: {_listed(extra)}")
+        raise ValueError(f"it holds another tree; missing: {listed(missing)}; not asked for: {listed(extra)}")
     for path, leaf in wanted.items():
         if stored[path].shape != leaf.shape:
             raise ValueError(f"leaf {path} is stored with shape {stored[path].shape}, asked for {leaf.shape}")
@@ -271,9 +272,3 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
-
-
-def _listed(paths: Iterable[str]) -> str:
-    paths = list(paths)
-    shown = ", ".join(paths[:_MAX_LISTED]) or "none"
-    return shown + (f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else "")

@@ -10,21 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def check_destination(destination: str | Path, *, force: bool) -> None:
+def check_destination(destination: str | Path, *, force: bool, marker: str) -> None:
     """Says early whether `atomic_folder` would refuse. Writes nothing.
 
     Raises:
-        FileExistsError: The destination exists and `force` is false, or it is no folder.
+        FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace.
         PermissionError: Its parent cannot be written.
     """
     destination = _real(destination)
+    parent = next((folder for folder in destination.parents if folder.exists()), None)
+    if parent is None:
+        raise PermissionError(f"{destination} cannot be replaced")
     if destination.exists() and not force:
         raise FileExistsError(f"{destination} exists; pass --force (force=True) to replace it")
     if destination.exists() and not destination.is_dir():
         raise FileExistsError(f"{destination} is a file, not a folder that --force could replace")
-    parent = next((folder for folder in destination.parents if folder.exists()), None)
-    if parent is None:
-        raise PermissionError(f"{destination} cannot be replaced")
+    if destination.exists() and not (destination / marker).exists() and any(destination.iterdir()):
+        raise FileExistsError(f"{destination} holds no {marker}: it is not something that --force would replace; remove it yourself")
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise PermissionError(f"{destination} cannot be created: {parent} is not a writable folder")
 
@@ -46,7 +48,7 @@ def check_keeps(destination: str | Path, *needed: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[Path]:
+def atomic_folder(destination: str | Path, *, force: bool = False, marker: str) -> Iterator[Path]:
     """A folder to fill, which takes the destination's place when the block ends without an error.
 
     An interruption at any point leaves the earlier folder, or none, never a mixture. What an interrupted run left behind is removed by the
@@ -54,28 +56,29 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
 
     Args:
         destination: The folder to create; its parents are made. Of a symbolic link the folder that it points to.
-        force: Replace a folder that exists.
+        force: Replace a folder that exists, if it is empty or holds `marker`.
+        marker: A file that what is written here has, and what is replaced must have.
 
     Yields:
         The empty folder to write into, beside the destination.
 
     Raises:
-        FileExistsError: The destination exists and `force` is false.
+        FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace.
         PermissionError: Its parent cannot be written.
         BlockingIOError: Another process is writing the same destination.
     """
     destination = _real(destination)
-    check_destination(destination, force=force)
+    check_destination(destination, force=force, marker=marker)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.incomplete")
-    replaced = destination.with_name(f".{destination.name}.replaced")
+    replaced = replaced_folder(destination)
     with _locked(partial):
         try:
             _empty(partial)
             if replaced.exists():
                 # An earlier run stopped between the two renames below (put the old folder back), or right after them.
                 shutil.rmtree(replaced) if destination.exists() else replaced.rename(destination)
-                check_destination(destination, force=force)
+                check_destination(destination, force=force, marker=marker)
             yield partial
             if destination.exists():
                 destination.rename(replaced)
@@ -86,6 +89,11 @@ def atomic_folder(destination: str | Path, *, force: bool = False) -> Iterator[P
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def replaced_folder(destination: Path) -> Path:
+    """Where the earlier folder is for the moment between two renames, or until the next run if the process was killed there."""
+    return destination.with_name(f".{destination.name}.replaced")
 
 
 def _real(path: str | Path) -> Path:

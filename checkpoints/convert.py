@@ -23,8 +23,9 @@ from specjax.checkpoints.any_source import open_any_source
 from specjax.checkpoints.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.kinds import abstract_params, kind_of
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip
+from specjax.checkpoints.manifest import MANIFEST, read_transformer_config
 from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
-from specjax.checkpoints.store import TOKENIZER_FOLDER, read_transformer_config, write_checkpoint
+from specjax.checkpoints.store import TOKENIZER_FOLDER, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def convert(
         source: A Hugging Face folder or hub id, or a `.gguf` file.
         destination: The checkpoint folder to create.
         dtype: `"bfloat16"` or `"float32"`, for every parameter.
-        force: Replace a destination that exists.
+        force: Replace a checkpoint that exists.
         tie_embeddings: Whether the embedding is the LM head too; `None` goes by the source.
         target: Drafters: the checkpoint of its target, to check that they fit and to settle which of its layers the drafter reads.
         feature_layers: EAGLE-3 drafters: boundaries of the target to read, in the place of what config.json says.
@@ -91,7 +92,7 @@ def convert(
     if dtype not in STORED_DTYPES:
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")
     destination = Path(destination)
-    check_destination(destination, force=force)
+    check_destination(destination, force=force, marker=MANIFEST)
     target_config = None if target is None else read_transformer_config(target)
     found = open_any_source(source, tie_embeddings=tie_embeddings, target=target_config, feature_layers=feature_layers, draft_ids=draft_ids)
     check_keeps(destination, found.location, *found.files, *(() if target is None else (target,)))
@@ -99,7 +100,7 @@ def convert(
     leaves = jax.tree.leaves(abstract_params(found.config, STORED_DTYPES[dtype]))
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     skipped = {None: reason_to_skip(found, num_parameters), True: "", False: "not asked for"}[check]
-    with atomic_folder(destination, force=force) as folder, _progress(shown=progress) as bar:
+    with atomic_folder(destination, force=force, marker=MANIFEST) as folder, _progress(shown=progress) as bar:
         has_tokenizer = found.write_tokenizer(folder / TOKENIZER_FOLDER)
         converting = bar.add_task("Converting", total=num_source_bytes(found))
         params = stream_params(found, dtype, lambda count: bar.update(converting, advance=count))
@@ -148,7 +149,7 @@ def convert_command(
     source: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id, or a .gguf file.")],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to create.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    force: Annotated[bool, typer.Option("--force", help="Replace a destination that exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that exists.")] = False,
     tie_embeddings: Annotated[
         bool | None,
         typer.Option("--tie-embeddings/--no-tie-embeddings", help="Whether the embedding is the LM head too. Default: as the source says."),

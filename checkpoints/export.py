@@ -30,11 +30,14 @@ from specjax.checkpoints.atomic import atomic_folder, check_destination, check_k
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.drafters import open_drafter
 from specjax.checkpoints.eagle3_format import OFFICIAL_FIRST_LAYER
+from specjax.checkpoints.manifest import read_manifest
 from specjax.checkpoints.source import check_source
-from specjax.checkpoints.store import load_checkpoint, read_manifest
+from specjax.checkpoints.store import load_checkpoint
 from specjax.checkpoints.tensor_files import SINGLE
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafting.eagle3_config import Eagle3Config
+
+_CONFIG = "config.json"
 
 
 def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bool = False) -> None:
@@ -43,7 +46,7 @@ def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bo
     Args:
         checkpoint: A folder that `save_checkpoint` or `specjax convert` made, of an EAGLE-3 drafter.
         destination: The folder to create.
-        force: Replace a folder that exists.
+        force: Replace an export that exists.
 
     Raises:
         FileExistsError: The destination exists and `force` is false, or it holds the checkpoint.
@@ -53,7 +56,7 @@ def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bo
     Example:
         >>> export_drafter("models/drafter", "exported/drafter")
     """
-    check_destination(destination, force=force)
+    check_destination(destination, force=force, marker=_CONFIG)
     check_keeps(destination, checkpoint)
     config = read_manifest(Path(checkpoint).absolute()).config
     official_config(config, "float32")  # refuses before the weights are read
@@ -68,15 +71,15 @@ def export_params(config: Eagle3Config, params: Mapping[str, Any], destination: 
         config: Its shape.
         params: Its parameters, JAX or NumPy arrays, the floating-point ones of one dtype.
         destination: The folder to create.
-        force: Replace a folder that exists.
+        force: Replace an export that exists.
 
     Raises:
         FileExistsError: The destination exists and `force` is false.
         ValueError: Something that the official layout cannot express, by name.
     """
     raw = official_config(config, str(params["fc"].dtype))
-    with atomic_folder(destination, force=force) as folder:
-        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    with atomic_folder(destination, force=force, marker=_CONFIG) as folder:
+        (folder / _CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         try:
             save_file(official_tensors(config, params), folder / SINGLE, metadata={"format": "pt"})
         except SafetensorError as error:

@@ -124,13 +124,16 @@ def architecture(raw: Mapping[str, Any]) -> str:
     """The name of the family's class in transformers.
 
     Raises:
-        ValueError: It is not one of `SUPPORTED`.
+        ValueError: It is not one of `SUPPORTED`, or not that of `model_type`.
     """
     architectures = optional_list(raw, "architectures", str) or []
     by_type = {family.model_type: name for name, family in _FAMILIES.items()}
     found = architectures[0] if architectures else by_type.get(str(raw.get("model_type")), f"model_type {raw.get('model_type')!r}")
     if found not in _FAMILIES:
         raise ValueError(f"architecture {found} is not supported; supported: {', '.join(SUPPORTED)}")
+    # Readers disagree on which of the two counts.
+    if raw.get("model_type") not in (None, _FAMILIES[found].model_type):
+        raise ValueError(f"architectures names {found}, but model_type is {raw['model_type']!r}: which of them is it?")
     return found
 
 

@@ -176,6 +176,9 @@ def _rope_config(own: Callable[..., Any], tensors: Mapping[str, Any], head_dim: 
     scaling = own("rope.scaling.type", "none")
     if scaling != "none":
         raise ValueError(f"rotary embedding with rope.scaling.type {scaling!r} is not supported")
+    for key in ("rope.scale_linear", "rope.scaling.factor"):
+        if own(key, 1.0) not in (0.0, 1.0):
+            raise ValueError(f"rotary embedding with {key} = {own(key)} and no rope.scaling.type is not supported")
     plain = RopeConfig(theta=_shortest(own("rope.freq_base", 10000.0)))
     if _ROPE_FACTORS not in tensors:
         return plain

@@ -74,7 +74,11 @@ def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> We
     Raises:
         ValueError: Neither a folder nor a hub id in reach, an unsupported configuration, or an unreadable file.
     """
-    folder, name = locate(source)
+    return open_folder(*locate(source), tie_embeddings=tie_embeddings)
+
+
+def open_folder(folder: Path, name: str, *, tie_embeddings: bool | None = None) -> WeightSource:
+    """The same for what `locate` has found."""
     raw = read_json(folder / "config.json", name)
     config = model_config(raw, tie_embeddings=tie_embeddings)
     files = needed_weight_files(folder, name)

@@ -17,6 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 from specjax.checkpoints.kinds import abstract_params
+from specjax.checkpoints.messages import listed
 
 # Dtypes that a checkpoint may be stored in. float16 is not among them: bfloat16 weights overflow in it.
 STORED_DTYPES: Mapping[str, np.dtype] = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -24,7 +25,6 @@ STORED_DTYPES: Mapping[str, np.dtype] = {"bfloat16": np.dtype(ml_dtypes.bfloat16
 FLOATING = frozenset({"BF16", "F16", "F32", "F64"})
 INTEGER = frozenset({"I64", "I32"})
 
-_MAX_LISTED = 8
 _ALL = slice(None)
 
 
@@ -147,13 +147,13 @@ def check_source(source: WeightSource) -> None:
             "head, pass --tie-embeddings (tie_embeddings=True)"
         )
     if found.unmapped or found.unfilled:
-        unfilled = [f"{path} (from {_listed(names)})" for path, names in found.unfilled.items()]
+        unfilled = [f"{path} (from {listed(names)})" for path, names in found.unfilled.items()]
         raise ValueError(
             f"{source.name}: the tensors do not fit the configuration. "
-            f"Unmapped source tensors: {_listed(found.unmapped)}. Parameters left unfilled: {_listed(unfilled)}"
+            f"Unmapped source tensors: {listed(found.unmapped)}. Parameters left unfilled: {listed(unfilled)}"
         )
     if found.wrong:
-        raise ValueError(f"{source.name}: {found.wrong[0]}")
+        raise ValueError(f"{source.name}: {listed(found.wrong)}")
 
 
 def stream_params(
@@ -164,7 +164,7 @@ def stream_params(
     Args:
         source: What `check_source` accepted.
         dtype: `"bfloat16"` or `"float32"`: the dtype of every floating-point leaf. A tensor goes from its own dtype to this one in a single
-            rounding.
+            rounding (float64 by way of float32).
         on_bytes: Called with the source bytes of each piece read.
 
     Yields:
@@ -198,9 +198,3 @@ def read_params(source: WeightSource, dtype: str) -> dict:
 
 def _num_elements(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
-
-
-def _listed(names: Any) -> str:
-    names = list(names)
-    shown = ", ".join(names[:_MAX_LISTED]) or "none"
-    return shown + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")

@@ -24,13 +24,11 @@ from flax import traverse_util
 
 from specjax.checkpoints.arrays import read_arrays, write_arrays
 from specjax.checkpoints.atomic import atomic_folder
-from specjax.checkpoints.kinds import abstract_params, build_model, config_from_dict, config_to_dict, kind_of
+from specjax.checkpoints.kinds import abstract_params, build_model, kind_of
+from specjax.checkpoints.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from specjax.checkpoints.source import STORED_DTYPES
-from specjax.config import ModelConfig
 
-FORMAT_VERSION = 2
 TOKENIZER_FOLDER = "tokenizer"
-_MANIFEST = "specjax.json"
 PARAMS_FOLDER = "params"
 
 
@@ -74,25 +72,6 @@ class Checkpoint:
         return ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        kind: `"transformer"`, or the kind of drafter.
-        config: The model's configuration.
-        dtype: Name of the dtype of its floating-point parameters.
-        metadata: Where the weights came from.
-        format_version: Of the checkpoint.
-    """
-
-    kind: str
-    config: Any
-    dtype: str
-    metadata: dict[str, Any]
-    format_version: int
-
-
 def save_checkpoint(
     path: str | Path,
     config: Any,
@@ -113,7 +92,7 @@ def save_checkpoint(
         force: Replace a checkpoint that exists.
 
     Raises:
-        FileExistsError: `path` exists and `force` is false.
+        FileExistsError: `path` exists and `force` is false, or it is something else than a checkpoint.
         PermissionError: `path` cannot be written.
         ValueError: `params` do not fit `config`.
         OSError: The disk is full, or fails.
@@ -121,7 +100,7 @@ def save_checkpoint(
     dtype = _common_dtype(params)
     _check_tree(params, abstract_params(config, STORED_DTYPES[dtype]))
     leaves = traverse_util.flatten_dict(dict(params), sep=".")
-    with atomic_folder(path, force=force) as folder:
+    with atomic_folder(path, force=force, marker=MANIFEST) as folder:
         if tokenizer_dir is not None:
             shutil.copytree(tokenizer_dir, folder / TOKENIZER_FOLDER)
         write_checkpoint(folder, config, dtype, leaves.items(), lambda: metadata or {})
@@ -140,14 +119,7 @@ def write_checkpoint(
         metadata: Called when all leaves are written: what else to remember.
     """
     write_arrays(folder / PARAMS_FOLDER, abstract_params(config, STORED_DTYPES[dtype]), leaves)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "kind": kind_of(config),
-        "config": config_to_dict(config),
-        "dtype": dtype,
-        "metadata": dict(metadata()),
-    }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_manifest(folder, Manifest(kind=kind_of(config), config=config, dtype=dtype, metadata=dict(metadata())))
 
 
 def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = None) -> Checkpoint:
@@ -225,69 +197,6 @@ def abstract_checkpoint(path: str | Path, *, dtype: Any = None) -> AbstractCheck
 def read_model(path: str | Path, *, dtype: Any = None) -> Any:
     """The module of `abstract_checkpoint`."""
     return abstract_checkpoint(path, dtype=dtype).model
-
-
-def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder looks like one of ours."""
-    return (Path(path) / _MANIFEST).is_file()
-
-
-def read_transformer_config(path: str | Path) -> ModelConfig:
-    """The shape of a saved target or draft model.
-
-    Raises:
-        ValueError: As `read_manifest`; or the checkpoint is a drafter's.
-    """
-    manifest = read_manifest(path)
-    if not isinstance(manifest.config, ModelConfig):
-        raise ValueError(f"{path} is the checkpoint of a drafter ({manifest.kind}), not of a language model")
-    return manifest.config
-
-
-def read_manifest(path: str | Path) -> Manifest:
-    """Reads `specjax.json`, of this format or an earlier one.
-
-    Raises:
-        ValueError: No checkpoint, one of a newer format, or a damaged one.
-    """
-    path = Path(path).absolute()
-    file = path / _MANIFEST
-    if not file.is_file():
-        hint = "convert it first: specjax convert SOURCE DESTINATION" if (path / "config.json").is_file() else "there is no " + _MANIFEST
-        raise ValueError(f"{path} is not a specjax checkpoint; {hint}")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON ({error})") from error
-    version = values.get("format_version") if isinstance(values, dict) else None
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise ValueError(f"{path} has checkpoint format {version!r}, this version of specjax reads up to {FORMAT_VERSION}: upgrade specjax")
-    if isinstance(version, bool) or version < 1:
-        raise ValueError(f"{file} is damaged: it names the format {version!r}")
-    values = _from_version_1(values) if version == 1 else values
-    absent = [field for field in ("kind", "config", "dtype", "metadata") if field not in values]
-    kinds = {"kind": str, "config": dict, "dtype": str, "metadata": dict}
-    odd = [field for field, kind in kinds.items() if field in values and not isinstance(values[field], kind)]
-    if absent or odd or values["dtype"] not in STORED_DTYPES:
-        wrong = f"lacks {', '.join(absent)}" if absent else f"names the dtype {values['dtype']!r}"
-        wrong = f"has {odd[0]} = {values[odd[0]]!r:.80}" if odd and not absent else wrong
-        raise ValueError(f"{file} is damaged: it {wrong}")
-    return Manifest(
-        kind=values["kind"],
-        config=config_from_dict(values["config"], values["kind"]),
-        dtype=values["dtype"],
-        metadata=values["metadata"],
-        format_version=version,
-    )
-
-
-def _from_version_1(values: dict[str, Any]) -> dict[str, Any]:
-    """Format 1 held transformers only, and `qk_norm` was a bool."""
-    config = values.get("model_config")
-    config = dict(config) if isinstance(config, dict) else {}
-    if isinstance(config.get("qk_norm"), bool):
-        config["qk_norm"] = "head" if config["qk_norm"] else None
-    return {**values, "kind": "transformer", "config": config}
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

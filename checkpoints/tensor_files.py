@@ -1,4 +1,8 @@
-"""The tensors of a folder's weight files: safetensors or PyTorch's format, one file or shards with an index. Nothing is read ahead."""
+"""The tensors of a folder's weight files: safetensors or PyTorch's format, one file or shards with an index. Nothing is read ahead.
+
+Orbax can read safetensors too, but it takes every `*.safetensors` file that it finds and no notice of the index: where a shard is missing,
+half a model comes back without a word.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +60,10 @@ def open_weight_files(folder: Path, name: str) -> TensorFiles | None:
             PyTorch's format that is not safe to read.
     """
     for index, single in ((INDEX, SINGLE), (_TORCH_INDEX, _TORCH_SINGLE)):
-        if (folder / index).is_file():
-            return _open_shards(folder, name, index)
         if (folder / single).is_file():
             return open_file(folder / single, name)
+        if (folder / index).is_file():
+            return _open_shards(folder, name, index)
     return None
 
 

@@ -11,6 +11,8 @@ import dataclasses
 import io
 import math
 import pickle
+import pickletools
+import reprlib
 import struct
 import zipfile
 from collections import OrderedDict
@@ -141,6 +143,7 @@ class _Unpickler(pickle.Unpickler):
     """Knows no more than `find_class` lists, whatever the pickle asks for."""
 
     def __init__(self, archive: _Archive) -> None:
+        _check_memo(archive.pickled)
         super().__init__(io.BytesIO(archive.pickled))
         self._archive = archive
         # Made anew for each file: a pickle can set attributes of what it is given.
@@ -164,24 +167,31 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise pickle.UnpicklingError(f"it refers to {pid!r:.80}, expected a storage")
+            raise pickle.UnpicklingError(f"it refers to {_short(pid)}, expected a storage")
         _, kind, key, _, num_elements = pid
         names = [name for (_, name), storage_type in self._storage_types.items() if kind is storage_type]
         if not names:
-            raise pickle.UnpicklingError(f"it has a storage of type {kind!r:.80}")
+            raise pickle.UnpicklingError(f"it has a storage of type {_short(kind)}")
         dtype, numpy_dtype = _STORAGES[names[0]]
         if not isinstance(key, str) or key not in self._archive.storages:
-            raise pickle.UnpicklingError(f"the file lacks the storage {key!r:.80}")
+            raise pickle.UnpicklingError(f"the file lacks the storage {_short(key)}")
         first, size = self._archive.storages[key]
         if not _is_size(num_elements) or num_elements * numpy_dtype.itemsize != size:
-            raise pickle.UnpicklingError(f"storage {key} should hold {num_elements!r:.80} numbers of {dtype}, it has {size} bytes")
+            raise pickle.UnpicklingError(f"storage {key} should hold {_short(num_elements)} numbers of {dtype}, it has {size} bytes")
         return _Storage(dtype=dtype, numbers=self._archive.data[first : first + size].view(numpy_dtype))
+
+
+def _check_memo(pickled: bytes) -> None:
+    """Refuses a memo index that no honest pickle has: Python would allocate a table up to it."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(pickled):
+            raise pickle.UnpicklingError(f"it stores object number {argument}, and has {len(pickled)} bytes")
 
 
 def _rebuild_tensor_v2() -> Callable[..., _Tensor]:
     def rebuild(storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, metadata: Any = None) -> _Tensor:
         if metadata:
-            raise pickle.UnpicklingError(f"a tensor has the flags {metadata!r:.80}, which are not supported")
+            raise pickle.UnpicklingError(f"a tensor has the flags {_short(metadata)}, which are not supported")
         return _tensor(storage, offset, size, stride)
 
     return rebuild
@@ -197,11 +207,16 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any) -> _Tensor:
         and all(map(_is_size, (offset, *size, *stride)))
     )
     if not well_formed:
-        raise pickle.UnpicklingError(f"a tensor of size {size!r:.80} and stride {stride!r:.80} is malformed")
+        raise pickle.UnpicklingError(f"a tensor of size {_short(size)} and stride {_short(stride)} is malformed")
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if math.prod(size) and last >= storage.numbers.size:
         raise pickle.UnpicklingError(f"a tensor of size {size} reaches beyond its storage of {storage.numbers.size} numbers")
     return _Tensor(storage=storage, offset=offset, shape=size, strides=stride)
+
+
+def _short(value: Any) -> str:
+    # repr() of a hostile value may be larger than memory.
+    return reprlib.repr(value)[:80]
 
 
 def _is_size(value: Any) -> bool:
@@ -219,7 +234,7 @@ def _state_dict(content: Any, name: str) -> dict[str, _Tensor]:
     for key, value in content.items():
         if not isinstance(key, str) or not isinstance(value, _Tensor):
             kind = type(value).__name__.lstrip("_")
-            raise ValueError(f"{name}: expected a state dict of names and tensors; under {key!r:.80} it has a {kind}")
+            raise ValueError(f"{name}: expected a state dict of names and tensors; under {_short(key)} it has a {kind}")
     return content
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from specjax.checkpoints.mxfp4 import BLOCK_SIZE, PACKED_BYTES, dequantise
-from specjax.checkpoints.parameters import gate_up, grouped_qkv, plain, row_chunks, transposed
+from specjax.checkpoints.parameters import gate_up, grouped_qkv, plain, row_chunks, stacked, transposed
 from specjax.checkpoints.source import Parameter, Read
 from specjax.config import ModelConfig
 
@@ -64,19 +62,9 @@ def _dense(cfg: ModelConfig, layer: str) -> dict[str, Parameter]:
     width, ffn, mlp = cfg.hidden_size, cfg.intermediate_size, f"{layer}.mlp"
     table = {"gate_up": gate_up(mlp, ffn=ffn, width=width), "down": transposed(f"{mlp}.down_proj.weight", (width, ffn))}
     if cfg.mlp_bias:
-        table["gate_up_bias"] = _pair({f"{mlp}.gate_proj.bias": (ffn,), f"{mlp}.up_proj.bias": (ffn,)})
+        table["gate_up_bias"] = stacked({f"{mlp}.gate_proj.bias": (ffn,), f"{mlp}.up_proj.bias": (ffn,)})
         table["down_bias"] = plain(f"{mlp}.down_proj.bias", (width,))
     return table
-
-
-def _pair(tensors: Mapping[str, tuple[int, ...]]) -> Parameter:
-    """Two vectors, one above the other."""
-
-    def fill(out: np.ndarray, read: Read) -> None:
-        for half, name in enumerate(tensors):
-            out[half] = read(name)
-
-    return Parameter(tensors=tensors, fill=fill)
 
 
 def _experts(cfg: ModelConfig, layer: str, layout: str) -> dict[str, Parameter]:

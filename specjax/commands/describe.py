@@ -1,4 +1,4 @@
-"""`specjax describe`: what is in a checkpoint of any format, and whether it would convert. No weights are read."""
+"""`specjax describe`: what is in a checkpoint of any format, and whether it would convert. Of the weights next to nothing is read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from specjax.checkpoints.any_source import open_any_source
 from specjax.checkpoints.arrays import stored_arrays
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.kinds import abstract_params, build_model, config_to_dict, kind_of
+from specjax.checkpoints.manifest import is_checkpoint, read_manifest
 from specjax.checkpoints.source import STORED_DTYPES, compare
-from specjax.checkpoints.store import PARAMS_FOLDER, is_checkpoint, read_manifest
+from specjax.checkpoints.store import PARAMS_FOLDER
 from specjax.commands.memory_plan import num_bytes, plan_memory
 
 _MAX_SHOWN = 8
@@ -166,7 +167,7 @@ def describe_command(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32, for the memory of weights and cache.")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Says what is in a checkpoint of any format, and whether it is whole; exit status 1 if it is not. Reads no weights."""
+    """Says what is in a checkpoint of any format, and whether it is whole; exit status 1 if it is not."""
     jax.config.update("jax_platforms", "cpu")
     with one_line_errors():
         found = describe(path, batch_size=batch, context=context, dtype=dtype)

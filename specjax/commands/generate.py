@@ -14,7 +14,8 @@ import typer
 
 from specjax.capacity import bucket
 from specjax.checkpoints.convert import one_line_errors
-from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model, read_transformer_config
+from specjax.checkpoints.manifest import read_transformer_config
+from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
 from specjax.checkpoints.tokenizer_check import check_same_tokenizer
 from specjax.commands.memory_plan import plan_memory
 from specjax.config import GenerateConfig

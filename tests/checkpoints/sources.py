@@ -40,6 +40,8 @@ def raw_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
     )
     if family != "qwen2":
         config["head_dim"] = 32
+    if "architectures" in changes and "model_type" not in changes:
+        del config["model_type"]  # that of another family
     return {name: value for name, value in (config | changes).items() if value is not ...}
 
 

@@ -93,6 +93,8 @@ def test_an_existing_destination_is_noticed_before_the_source_is_read(tmp_path: 
 def test_what_is_read_is_never_replaced(tmp_path: Path, destination: str) -> None:
     source = write_folder(tmp_path / "source", raw_config(), random_tensors(raw_config()))
     (tmp_path / "link").symlink_to(source)
+    for folder in (tmp_path, source):
+        (folder / "specjax.json").touch()  # a checkpoint, for all that --force can tell
     before = sorted(path.name for path in source.iterdir())
     with pytest.raises(FileExistsError, match="is what is read from"):
         convert(source, tmp_path / destination, force=True, check=False, progress=False)

@@ -44,6 +44,7 @@ def test_plain_rotary_settings(layout: dict[str, Any]) -> None:
             "MambaForCausalLM is not supported; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3",
         ),
         (dict(architectures=None, model_type="gpt2"), "gpt2"),
+        (dict(architectures=["LlamaForCausalLM"], model_type="mistral"), "names LlamaForCausalLM, but model_type is 'mistral'"),
         (dict(hidden_act="gelu"), "'gelu'"),
         (dict(architectures=["MistralForCausalLM"], model_type="mistral", mlp_bias=True), "mlp_bias=true is not supported for mistral"),
         (dict(architectures=["MixtralForCausalLM"], attention_bias=True), "attention_bias=true is not supported for mixtral"),

@@ -156,6 +156,15 @@ def test_a_tensor_in_two_shards_is_named_with_both(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_a_whole_file_counts_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    raw = raw_config()
+    tensors = random_tensors(raw)
+    write_folder(tmp_path, raw, {name: tensor + 1 for name, tensor in tensors.items()}, num_shards=2)
+    write_folder(tmp_path, raw, tensors)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    np.testing.assert_array_equal(read_params(opened(tmp_path), "float32")["embedding"], tensors["model.embed_tokens.weight"])
+
+
 def test_a_tied_model_loads_without_a_head(tmp_path: Path) -> None:
     raw = raw_config(tie_word_embeddings=True)
     tensors = random_tensors(raw)

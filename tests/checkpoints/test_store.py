@@ -160,6 +160,16 @@ def test_the_root_is_no_destination() -> None:
         save_tiny(Path("/"), force=True)
 
 
+def test_a_folder_that_is_no_checkpoint_is_not_replaced_by_force(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match=r"home holds no specjax\.json: it is not something that --force would replace"):
+        save_tiny(tmp_path / "home", force=True)
+    assert names_in(tmp_path / "home") == ["thesis.tex"]
+    (tmp_path / "home" / "thesis.tex").unlink()
+    save_tiny(tmp_path / "home", force=True)  # an empty folder is nothing to lose
+
+
 def test_a_read_only_place_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests may run as root, whom no mode bits stop.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -171,7 +181,7 @@ def test_a_failure_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     _, params = save_tiny(tmp_path / "saved")
 
     def interrupted() -> None:
-        with atomic_folder(tmp_path / "saved", force=True) as folder:
+        with atomic_folder(tmp_path / "saved", force=True, marker="specjax.json") as folder:
             (folder / "half").touch()
             raise KeyboardInterrupt
 
@@ -185,7 +195,7 @@ def test_a_killed_run_leaves_the_old_one_and_is_cleaned_up_by_the_next(tmp_path:
     die = """
         import os, signal, sys
         from specjax.checkpoints.atomic import atomic_folder
-        with atomic_folder(sys.argv[1], force=True) as folder:
+        with atomic_folder(sys.argv[1], force=True, marker="specjax.json") as folder:
             (folder / "half").touch()
             os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -211,9 +221,9 @@ def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> N
 
 
 def test_two_writers_of_one_destination_do_not_mix(tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "saved") as folder:
+    with atomic_folder(tmp_path / "saved", marker="specjax.json") as folder:
         (folder / "first").touch()
-        with pytest.raises(BlockingIOError, match="another process is writing"), atomic_folder(tmp_path / "saved"):
+        with pytest.raises(BlockingIOError, match="another process is writing"), atomic_folder(tmp_path / "saved", marker="specjax.json"):
             pass
     assert names_in(tmp_path / "saved") == ["first"]
 

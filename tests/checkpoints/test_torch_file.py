@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -172,6 +173,12 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int
 def test_a_pickle_that_changes_its_dictionary_s_methods_changes_nothing(tmp_path: Path) -> None:
     pickled = b"ccollections\nOrderedDict\n)R}(S'get'\nI5\nS'values'\nI5\nS'items'\nI5\nub."
     assert open_torch_file(write_zip(tmp_path / "a.pt", pickled)) == {}
+
+
+def test_a_pickle_cannot_ask_for_a_table_larger_than_memory(tmp_path: Path) -> None:
+    hostile = b"\x80\x02}r" + struct.pack("<I", 2**32 - 1) + b"."  # an empty dict, remembered as object number 2**32 - 1
+    with pytest.raises(ValueError, match="it stores object number 4294967295, and has 9 bytes"):
+        open_torch_file(write_zip(tmp_path / "w.bin", hostile))
 
 
 def test_a_pickle_cannot_reach_beyond_its_storage(tmp_path: Path) -> None:
