@@ -54,7 +54,8 @@ def speculative_generate(
     the vocabulary, temperature at least 0, top-k at least 0, top-p in (0, 1], and context plus new tokens within the window. Limits are
     clipped. With `continue_from`, give `cache_capacity`: without it the cache grows by a whole call each time, and each size compiles. It
     needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and
-    1 + P + `max_new_tokens` + G + 1; a row for which it is too small gets no tokens and `FinishReason.NO_CAPACITY`.
+    1 + P + `max_new_tokens` + G + 1; a row for which it is too small gets no tokens and `FinishReason.NO_CAPACITY`. A model whose rotary
+    frequencies depend on the length keeps those that the first call planned for.
 
     Example:
         >>> config = GenerateConfig(max_new_tokens=128, num_speculative_tokens=5)

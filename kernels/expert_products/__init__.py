@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from specjax.kernels.expert_products.dense import expert_products_dense
@@ -41,9 +43,9 @@ def expert_products(
         gate_up_bias: `[E,2,F]` or `None`.
         down_bias: `[E,D]` or `None`.
         implementation: `"reference"` gathers the experts of each row; `"grouped"` loops over blocks of rows that share an expert;
-            `"dense"` runs every row through every expert. `"auto"` gathers for few rows, and for more takes the fastest of the other two:
-            `grouped` on a CPU, `dense` elsewhere. `"grouped"` has no reverse-mode derivative, for its loop's length depends on what was
-            chosen, and so neither has `"auto"` beyond a few rows; the other two have.
+            `"dense"` runs every row through every expert. `"auto"` takes what is fastest: on a CPU `grouped` (for few bfloat16 rows
+            `reference`), elsewhere `reference` for few rows and `dense` for more. `"grouped"` has no reverse-mode derivative, for its
+            loop's length depends on what was chosen, and so neither has `"auto"`; the other two have.
 
     Returns:
         `[M,D]` in the dtype of `x`, added up in float32.
@@ -53,8 +55,7 @@ def expert_products(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"expert_products: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    num_experts, width, _, ffn = gate_up.shape
-    if x.shape[1:] != (width,) or down.shape != (num_experts, ffn, width):
+    if gate_up.ndim != 4 or x.shape[1:] != gate_up.shape[1:2] or down.shape != (gate_up.shape[0], gate_up.shape[3], gate_up.shape[1]):
         raise ValueError(
             f"expert_products: expected x [M,D], gate_up [E,D,2,F], down [E,F,D], got {x.shape}, {gate_up.shape}, {down.shape}"
         )
@@ -62,8 +63,10 @@ def expert_products(
         raise ValueError(f"expert_products: experts {experts.shape} and weights {weights.shape} should be [M,C] with M = {x.shape[0]}")
     options = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     arrays = x, experts, weights, gate_up, down
-    if implementation == "auto" and _GATHER_COST * experts.size > num_experts:
-        grouped = lambda *args: expert_products_grouped(*args, **options)
-        dense = lambda *args: expert_products_dense(*args, **options)
-        return lax.platform_dependent(*arrays, cpu=grouped, default=dense)
-    return _RUN["reference" if implementation == "auto" else implementation](*arrays, **options)
+    if implementation != "auto":
+        return _RUN[implementation](*arrays, **options)
+    few = _GATHER_COST * experts.size <= gate_up.shape[0]
+    # On a CPU the loop is the faster for any number of rows, but XLA of JAX 0.10 converts bfloat16 experts to float32 for it, all of them.
+    on_cpu = "reference" if few and x.dtype != jnp.float32 else "grouped"
+    cpu, default = (functools.partial(_RUN[name], **options) for name in (on_cpu, "reference" if few else "dense"))
+    return lax.platform_dependent(*arrays, cpu=cpu, default=default)

@@ -21,11 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafting.eagle3_config import Eagle3Config
-from specjax.drafting.head_product import head_product
 from specjax.models.attention import Attention
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
-from specjax.models.layers import PROJECTION_INIT, RMSNorm, product
+from specjax.models.layers import PROJECTION_INIT, RMSNorm, head_product, product
 from specjax.models.rope import rotary_angles
 from specjax.models.transformer import Transformer
 

@@ -12,8 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.drafting.head_product import head_product
-from specjax.models.layers import PROJECTION_INIT, product
+from specjax.models.layers import PROJECTION_INIT, head_product, product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

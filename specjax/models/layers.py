@@ -16,6 +16,12 @@ def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None)
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
+def head_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """The product of every LM head: `hidden [..., D]`, `weight [V,D]` (a row a token) → `[..., V]` float32, accumulated in float32."""
+    weight = weight.astype(hidden.dtype)
+    return jnp.einsum("...d,vd->...v", hidden, weight, precision=full_precision(hidden), preferred_element_type=jnp.float32)
+
+
 def full_precision(x: jax.Array) -> jax.lax.Precision | None:
     """The `precision` of a product with `x`: all of float32, where it is float32."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

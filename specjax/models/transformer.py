@@ -18,7 +18,7 @@ from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
 from specjax.models.attention import Attention
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
-from specjax.models.layers import PROJECTION_INIT, RMSNorm, full_precision
+from specjax.models.layers import PROJECTION_INIT, RMSNorm, head_product
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.rope import rotary_angles
 
@@ -49,12 +49,14 @@ class Transformer(nn.Module):
         param_dtype: Dtype that `init` gives the parameters. Parameters of another dtype than `dtype` are cast at each use; where speed
             counts store them in `dtype`.
         attention_implementation: Passed to `cached_attention`.
+        expert_implementation: Passed to `expert_products`. For gradients through a mixture of experts `"dense"`.
     """
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
     attention_implementation: str = "auto"
+    expert_implementation: str = "auto"
 
     if TYPE_CHECKING:
         # Flax types both as a union that also has the mutated collections.
@@ -66,7 +68,8 @@ class Transformer(nn.Module):
         cfg = self.config
         self.embedding = self.param("embedding", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
         self.blocks = [
-            _Block(cfg, self.param_dtype, self.attention_implementation, index, name=f"layer_{index}") for index in range(cfg.num_layers)
+            _Block(cfg, self.param_dtype, self.attention_implementation, self.expert_implementation, index, name=f"layer_{index}")
+            for index in range(cfg.num_layers)
         ]
         self.final_norm = RMSNorm(cfg.rms_norm_eps, self.param_dtype)
         if not cfg.tie_word_embeddings:
@@ -112,8 +115,7 @@ class Transformer(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The LM head: `[..., D]` → `[..., V]` float32."""
         head = self.embedding if self.config.tie_word_embeddings else self.lm_head
-        precision = full_precision(hidden)
-        return jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), precision=precision, preferred_element_type=jnp.float32)
+        return head_product(hidden, head)
 
     def init_cache(self, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None, sharding=None) -> KVCache:
         """An empty cache in the compute dtype.
@@ -160,16 +162,20 @@ class Transformer(nn.Module):
 class _Block(nn.Module):
     config: ModelConfig
     param_dtype: jnp.dtype
-    implementation: str
+    attention_implementation: str
+    expert_implementation: str
     index: int
 
     @nn.compact
     def __call__(self, x, keys, values, length, angles, step_mask):
-        cfg = self.config
-        normed = RMSNorm(cfg.rms_norm_eps, self.param_dtype, name="attention_norm")(x)
-        attention = Attention(cfg, self.param_dtype, self.implementation, cfg.window(self.index), name="attention")
+        cfg, dtype = self.config, self.param_dtype
+        normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm")(x)
+        attention = Attention(cfg, dtype, self.attention_implementation, cfg.window(self.index), name="attention")
         mixed, keys, values = attention(normed, keys, values, length, angles, step_mask)
         x = x + mixed
-        normed = RMSNorm(cfg.rms_norm_eps, self.param_dtype, name="mlp_norm")(x)
-        mlp = (MixtureOfExperts if cfg.has_experts(self.index) else FeedForward)(cfg, self.param_dtype, name="mlp")
+        normed = RMSNorm(cfg.rms_norm_eps, dtype, name="mlp_norm")(x)
+        if cfg.has_experts(self.index):
+            mlp = MixtureOfExperts(cfg, dtype, self.expert_implementation, name="mlp")
+        else:
+            mlp = FeedForward(cfg, dtype, name="mlp")
         return x + mlp(normed), keys, values
