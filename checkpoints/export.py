@@ -28,12 +28,12 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.convert import one_line_errors
-from specjax.checkpoints.drafters import open_drafter
-from specjax.checkpoints.eagle3_format import OFFICIAL_FIRST_LAYER
+from specjax.checkpoints.formats.drafters import open_drafter
+from specjax.checkpoints.formats.eagle3_format import OFFICIAL_FIRST_LAYER
+from specjax.checkpoints.formats.tensor_files import SINGLE
 from specjax.checkpoints.manifest import read_manifest
 from specjax.checkpoints.source import check_source
 from specjax.checkpoints.store import load_checkpoint
-from specjax.checkpoints.tensor_files import SINGLE
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from specjax import ModelConfig
-from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import WeightSource, check_source
 
 WIDTH, FFN, VOCAB_SIZE, DRAFT_VOCAB_SIZE = 32, 48, 96, 40

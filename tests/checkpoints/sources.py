@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import ModelConfig
-from specjax.checkpoints.families import model_config
-from specjax.checkpoints.transformer_weights import source_tensors
+from specjax.checkpoints.formats.families import model_config
+from specjax.checkpoints.formats.transformer_weights import source_tensors
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 VOCAB_SIZE = 320

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.checkpoints import hugging_face
-from specjax.checkpoints.any_source import open_any_source
 from specjax.checkpoints.convert import convert, num_source_bytes, one_line_errors
-from specjax.checkpoints.families import model_config
+from specjax.checkpoints.formats import hugging_face
+from specjax.checkpoints.formats.any_source import open_any_source
+from specjax.checkpoints.formats.families import model_config
 from specjax.checkpoints.source import read_params, stream_params
 from specjax.checkpoints.store import load_checkpoint
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf, write_tokenizer

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from specjax import ModelConfig, RopeConfig
-from specjax.checkpoints.drafters import open_drafter
 from specjax.checkpoints.export import export_command, export_drafter, export_params
+from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.kinds import build_model
 from specjax.checkpoints.source import check_source, read_params
 from specjax.checkpoints.store import save_checkpoint

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from specjax.checkpoints.families import model_config
+from specjax.checkpoints.formats.families import model_config
 from specjax.checkpoints.kinds import build_model, config_from_dict
 from specjax.checkpoints.store import save_checkpoint
 from specjax.commands.describe import describe

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import conversion_memory
 from experiments.experiment import ExperimentError
-from specjax.checkpoints import hugging_face
+from specjax.checkpoints.formats import hugging_face
 from specjax.checkpoints.source import check_source, read_params
 
 GIB = 2**30

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from specjax import Transformer
-from specjax.checkpoints import hugging_face
-from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.formats import hugging_face
+from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import check_source, read_params
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import default_feature_layers

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from specjax import RopeConfig
-from specjax.checkpoints import gguf_file, gguf_tokenizer, hugging_face
-from specjax.checkpoints.families import model_config
+from specjax.checkpoints.formats import gguf_file, gguf_tokenizer, hugging_face
+from specjax.checkpoints.formats.families import model_config
 from specjax.checkpoints.source import check_source, read_params
 from specjax.models.rope import inverse_frequencies
 from tests.checkpoints.sources import (

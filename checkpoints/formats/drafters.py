@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints import eagle3_format, hydra_format, medusa_format
-from specjax.checkpoints.fields import read_json
+from specjax.checkpoints.formats import eagle3_format, hydra_format, medusa_format
+from specjax.checkpoints.formats.fields import read_json
+from specjax.checkpoints.formats.tensor_files import open_file, open_weight_files
 from specjax.checkpoints.source import WeightSource
-from specjax.checkpoints.tensor_files import open_file, open_weight_files
 from specjax.config import ModelConfig
 
 _ALGORITHMS = ("eagle3", "medusa")

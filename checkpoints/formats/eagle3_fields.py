@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specjax.checkpoints.fields import flag, needed_size, optional_list, optional_number, optional_object, optional_size
-from specjax.checkpoints.rope_settings import rope_config, usable_window
+from specjax.checkpoints.formats.fields import flag, needed_size, optional_list, optional_number, optional_object, optional_size
+from specjax.checkpoints.formats.rope_settings import rope_config, usable_window
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 

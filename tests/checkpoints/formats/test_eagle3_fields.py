@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax import RopeConfig
-from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import read_params
 from tests.checkpoints.published_drafters import (
     FFN,

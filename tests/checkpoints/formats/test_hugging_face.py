@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax.checkpoints import hugging_face
+from specjax.checkpoints.formats import hugging_face
 from specjax.checkpoints.source import check_source, read_params
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder
 

@@ -15,9 +15,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from specjax.checkpoints.gguf_tokenizer import check_tokenizer, write_tokenizer
+from specjax.checkpoints.formats.gguf_tokenizer import check_tokenizer, write_tokenizer
+from specjax.checkpoints.formats.transformer_weights import transformer_table
 from specjax.checkpoints.source import StoredTensor, WeightSource
-from specjax.checkpoints.transformer_weights import transformer_table
 from specjax.config import ModelConfig, RopeConfig
 from specjax.models.rope import inverse_frequencies
 

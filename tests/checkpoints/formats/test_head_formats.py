@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.formats.drafters import open_drafter
 from tests.checkpoints.published_drafters import (
     VOCAB_SIZE,
     WIDTH,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from specjax.checkpoints.mxfp4 import BLOCK_SIZE, PACKED_BYTES, dequantise
-from specjax.checkpoints.parameters import gate_up, grouped_qkv, plain, row_chunks, stacked, transposed
+from specjax.checkpoints.formats.mxfp4 import BLOCK_SIZE, PACKED_BYTES, dequantise
+from specjax.checkpoints.formats.parameters import gate_up, grouped_qkv, plain, row_chunks, stacked, transposed
 from specjax.checkpoints.source import Parameter, Read
 from specjax.config import ModelConfig
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specjax.checkpoints.draft_vocabulary import target_ids
-from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.formats.draft_vocabulary import target_ids
+from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import read_params
 from tests.checkpoints.published_drafters import (
     DRAFT_VOCAB_SIZE,

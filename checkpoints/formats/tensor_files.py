@@ -15,9 +15,9 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints.fields import needed, read_json
+from specjax.checkpoints.formats.fields import needed, read_json
+from specjax.checkpoints.formats.torch_file import open_torch_file
 from specjax.checkpoints.source import StoredTensor
-from specjax.checkpoints.torch_file import open_torch_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

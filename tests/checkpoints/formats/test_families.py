@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specjax import MoEConfig, RopeConfig
-from specjax.checkpoints.families import model_config
+from specjax.checkpoints.formats.families import model_config
 from tests.checkpoints.sources import raw_config
 
 LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

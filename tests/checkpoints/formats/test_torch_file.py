@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specjax.checkpoints.torch_file import open_torch_file
+from specjax.checkpoints.formats.torch_file import open_torch_file
 
 
 @pytest.fixture

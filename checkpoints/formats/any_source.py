@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.checkpoints import gguf_file, hugging_face
-from specjax.checkpoints.drafters import open_drafter
+from specjax.checkpoints.formats import gguf_file, hugging_face
+from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import WeightSource
 from specjax.config import ModelConfig
 

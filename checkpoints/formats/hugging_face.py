@@ -10,12 +10,12 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 
-from specjax.checkpoints.families import architecture, model_config
-from specjax.checkpoints.fields import read_json
-from specjax.checkpoints.parameters import row_chunks
+from specjax.checkpoints.formats.families import architecture, model_config
+from specjax.checkpoints.formats.fields import read_json
+from specjax.checkpoints.formats.parameters import row_chunks
+from specjax.checkpoints.formats.tensor_files import INDEX, needed_weight_files
+from specjax.checkpoints.formats.transformer_weights import transformer_table
 from specjax.checkpoints.source import StoredTensor, WeightSource
-from specjax.checkpoints.tensor_files import INDEX, needed_weight_files
-from specjax.checkpoints.transformer_weights import transformer_table
 from specjax.config import ModelConfig
 
 TOKENIZER_FILES = (

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from specjax import Transformer
-from specjax.checkpoints import hugging_face
 from specjax.checkpoints.convert import convert
-from specjax.checkpoints.mxfp4 import dequantise
-from specjax.checkpoints.rope_settings import rope_config
+from specjax.checkpoints.formats import hugging_face
+from specjax.checkpoints.formats.mxfp4 import dequantise
+from specjax.checkpoints.formats.rope_settings import rope_config
 from specjax.checkpoints.source import check_source, read_params, stream_params
 from specjax.checkpoints.store import load_checkpoint
 from specjax.models.rope import inverse_frequencies, rotary_angles

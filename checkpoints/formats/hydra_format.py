@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.drafter_source import drafter_source
-from specjax.checkpoints.fields import optional_size
-from specjax.checkpoints.medusa_format import check_target
-from specjax.checkpoints.parameters import plain, transposed
+from specjax.checkpoints.formats.drafter_source import drafter_source
+from specjax.checkpoints.formats.fields import optional_size
+from specjax.checkpoints.formats.medusa_format import check_target
+from specjax.checkpoints.formats.parameters import plain, transposed
+from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import Parameter, WeightSource
-from specjax.checkpoints.tensor_files import TensorFiles
 from specjax.config import ModelConfig
 from specjax.drafting.hydra import HydraConfig
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from specjax.checkpoints.draft_vocabulary import target_ids
-from specjax.checkpoints.drafter_source import drafter_source
-from specjax.checkpoints.eagle3_fields import eagle3_config
-from specjax.checkpoints.fields import optional_list
-from specjax.checkpoints.parameters import gate_up, grouped_qkv, plain, stacked, transposed
+from specjax.checkpoints.formats.draft_vocabulary import target_ids
+from specjax.checkpoints.formats.drafter_source import drafter_source
+from specjax.checkpoints.formats.eagle3_fields import eagle3_config
+from specjax.checkpoints.formats.fields import optional_list
+from specjax.checkpoints.formats.parameters import gate_up, grouped_qkv, plain, stacked, transposed
+from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import INTEGER, Parameter, Read, StoredTensor, WeightSource
-from specjax.checkpoints.tensor_files import TensorFiles
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import Parameter, StoredTensor, WeightSource
-from specjax.checkpoints.tensor_files import TensorFiles
 
 
 def drafter_source(
