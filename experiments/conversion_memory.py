@@ -31,10 +31,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from experiments.experiment import ExperimentError, local_field
-from specjax.checkpoints.families import model_config
+from specjax.checkpoints.formats.families import model_config
+from specjax.checkpoints.formats.transformer_weights import transformer_table
 from specjax.checkpoints.kinds import abstract_params
 from specjax.checkpoints.source import FLOATING
-from specjax.checkpoints.transformer_weights import transformer_table
 
 _LLAMA31_8B = dict(
     architectures=["LlamaForCausalLM"],

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from specjax.checkpoints.any_source import open_any_source
 from specjax.checkpoints.arrays import stored_arrays
 from specjax.checkpoints.convert import one_line_errors
+from specjax.checkpoints.formats.any_source import open_any_source
 from specjax.checkpoints.kinds import abstract_params, build_model, config_to_dict, kind_of
 from specjax.checkpoints.manifest import is_checkpoint, read_manifest
 from specjax.checkpoints.source import STORED_DTYPES, compare
