@@ -136,16 +136,16 @@ class Case:
         config = self.config
         return time_loop(step, params, state, short=config.short_steps, long=config.long_steps, repeats=config.repeats)
 
-    def floor_ms(self, model: Model, passes: int = 1) -> float:
-        """Weights and keys and values of `passes` forward passes over the bandwidth."""
-        return passes * self.bytes_per_pass(model) / self.config.bandwidth_bytes_per_s * 1e3
+    def floor_ms(self, model: Model, *, rows: int, passes: int = 1) -> float:
+        """Weights and keys and values of `passes` forward passes of `rows` positions a sequence over the bandwidth."""
+        return passes * self.bytes_per_pass(model, rows) / self.config.bandwidth_bytes_per_s * 1e3
 
-    def bytes_per_pass(self, model: Model) -> int:
-        shape = model.model.config
-        itemsize = jnp.dtype(model.model.dtype).itemsize
-        return weight_bytes_per_pass(model.params, shape) + kv_bytes(shape, batch=self.batch, context=self.context, itemsize=itemsize)
+    def bytes_per_pass(self, model: Model, rows: int) -> float:
+        shape, itemsize = model.model.config, jnp.dtype(model.model.dtype).itemsize
+        weights = weight_bytes_per_pass(model.params, shape, num_tokens=self.batch * rows)
+        return weights + kv_bytes(shape, batch=self.batch, context=self.context, itemsize=itemsize)
 
-    def row(self, state: DecodeState) -> dict:
+    def row(self, state: DecodeState, rows: int) -> dict:
         return {
             "model": self.target.name,
             "weights": self.target.weights,
@@ -155,7 +155,7 @@ class Case:
             "batch": self.batch,
             "context": self.context,
             "cache_capacity": state.target_cache.capacity,
-            "weight_bytes": weight_bytes_per_pass(self.target.params, self.target.model.config),
+            "weight_bytes": weight_bytes_per_pass(self.target.params, self.target.model.config, num_tokens=self.batch * rows),
             "bandwidth_bytes_per_s": self.config.bandwidth_bytes_per_s,
             "copy_bandwidth_bytes_per_s": self.measured_bandwidth,
         }
@@ -218,15 +218,15 @@ def decode_row(case: Case, rows: int) -> dict:
     drafter = None if rows == 1 else NoDraft()
     request, static, state = case.state(drafter, None, steps_margin=0)
     timing = case.time(_whole_step(case.target, drafter, static, request), (case.target.params, None), state)
-    floor_ms = case.floor_ms(case.target)
+    floor_ms = case.floor_ms(case.target, rows=rows)
     return {
         "mode": "decode",
-        **case.row(state),
+        **case.row(state, rows),
         "rows": rows,
         **timing.as_row(),
         "floor_ms": floor_ms,
         "ratio": timing.median_ms / floor_ms,
-        "reached_bytes_per_s": case.bytes_per_pass(case.target) / timing.median_ms * 1e3,
+        "reached_bytes_per_s": case.bytes_per_pass(case.target, rows) / timing.median_ms * 1e3,
     }
 
 
@@ -243,10 +243,11 @@ def speculative_row(case: Case, drafter: Drafter, draft_model: Model | None) -> 
     verification = case.time(_whole_step(case.target, NoDraft(), static, request), (case.target.params, None), without)
     without = dataclasses.replace(without, statistics=Statistics.zeros(case.batch, 0))
     plain = case.time(_whole_step(case.target, None, static, request), (case.target.params, None), without)
-    floor_ms = case.floor_ms(case.target) + (0.0 if draft_model is None else case.floor_ms(draft_model, passes=num_drafted))
+    floor_ms = case.floor_ms(case.target, rows=num_drafted + 1)
+    floor_ms += 0.0 if draft_model is None else case.floor_ms(draft_model, rows=1, passes=num_drafted)
     return {
         "mode": "speculative_step",
-        **case.row(state),
+        **case.row(state, num_drafted + 1),
         "drafter": "prompt_lookup" if draft_model is None else draft_model.name,
         "drafter_weights": None if draft_model is None else draft_model.weights,
         "num_speculative_tokens": num_drafted,

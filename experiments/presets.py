@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import ModelConfig, RopeConfig, Transformer
+from specjax import ModelConfig, MoEConfig, RopeConfig, Transformer
 
 
 def llama31_8b() -> ModelConfig:
@@ -94,6 +94,53 @@ def smollm2_135m() -> ModelConfig:
     )
 
 
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B: a mixture of 128 experts, 8 a token."""
+    return ModelConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope=RopeConfig(theta=1000000.0),
+        qk_norm="head",
+        moe=MoEConfig(num_experts=128, num_experts_per_token=8, intermediate_size=768),
+    )
+
+
+def gpt_oss_20b() -> ModelConfig:
+    """GPT-OSS-20B, in bfloat16: a mixture of 32 experts, 4 a token; every second layer sees 128 tokens."""
+    return ModelConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope=RopeConfig(
+            theta=150000.0,
+            rope_type="yarn",
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            truncate=False,
+            attention_factor=1.3465735902799727,  # 0.1 ln(32) + 1
+        ),
+        rms_norm_eps=1e-5,
+        qkv_bias=True,
+        output_bias=True,
+        layer_windows=(128, None) * 12,
+        attention_sinks=True,
+        activation="clamped_swiglu",
+        mlp_bias=True,
+        moe=MoEConfig(num_experts=32, num_experts_per_token=4, intermediate_size=2880, router_bias=True),
+    )
+
+
 def tiny() -> ModelConfig:
     """One narrow layer, for trying things out on a CPU."""
     return ModelConfig(
@@ -108,7 +155,8 @@ def tiny() -> ModelConfig:
     )
 
 
-PRESETS = {preset.__name__: preset for preset in (llama31_8b, llama32_1b, qwen25_15b, qwen25_05b, smollm2_135m, tiny)}
+_PRESETS = (llama31_8b, llama32_1b, qwen25_15b, qwen25_05b, qwen3_30b_a3b, gpt_oss_20b, smollm2_135m, tiny)
+PRESETS = {preset.__name__: preset for preset in _PRESETS}
 
 
 def random_params(model: Transformer, rng: jax.Array) -> dict:
@@ -134,13 +182,24 @@ def _fill(rng: jax.Array, scale: jax.Array, *, shape: tuple[int, ...], dtype: jn
 _random_array = jax.jit(_fill, static_argnames=("shape", "dtype"))
 
 
-def weight_bytes_per_pass(params: dict, config: ModelConfig) -> int:
-    """Bytes of weights that one forward pass reads: all of them, but of an embedding that is not the head too, only a few rows."""
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+def weight_bytes_per_pass(params: dict, config: ModelConfig, *, num_tokens: int = 1) -> float:
+    """Bytes of weights that one forward pass has to read.
+
+    All of them, but of an embedding that is not the head too only a few rows, and of experts those that `num_tokens` tokens choose: on
+    average, if each chooses at random, `E (1 - (1 - C / E)^num_tokens)` of E.
+    """
+    chosen = 1.0
+    if config.moe is not None:
+        chosen = 1 - (1 - config.moe.num_experts_per_token / config.moe.num_experts) ** num_tokens
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        share = chosen if path[-1].key.startswith("expert_") else 1.0
+        total += share * leaf.size * leaf.dtype.itemsize
     embedding = params["embedding"]
     return total if config.tie_word_embeddings else total - embedding.size * embedding.dtype.itemsize
 
 
 def kv_bytes(config: ModelConfig, *, batch: int, context: int, itemsize: int) -> int:
-    """Bytes of keys and values at a context of so many tokens."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * context * itemsize
+    """Bytes of keys and values that a pass has to read at a context of so many tokens; of a windowed layer, those in its window."""
+    tokens = sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+    return 2 * config.num_kv_heads * config.head_dim * batch * tokens * itemsize

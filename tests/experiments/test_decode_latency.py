@@ -62,6 +62,18 @@ def test_the_floor_counts_an_untied_embedding_nowhere_and_a_tied_one_once():
     assert kv_bytes(shape, batch=3, context=10, itemsize=2) == 2 * (2 * 8) * 3 * 10 * 2
 
 
+def test_the_floor_of_a_mixture_counts_the_experts_chosen_and_of_a_windowed_layer_its_window():
+    shape = PRESETS["gpt_oss_20b"]()
+    params = jax.eval_shape(Transformer(shape, param_dtype=jnp.bfloat16).init_params, jax.random.key(0))
+    experts = 24 * 32 * (3 * 2880 * 2880 + 3 * 2880)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(params)) - shape.vocab_size * shape.hidden_size
+    one = weight_bytes_per_pass(params, shape)
+    assert one == pytest.approx(2 * (numbers - experts * 28 / 32))
+    assert weight_bytes_per_pass(params, shape, num_tokens=6) == pytest.approx(2 * (numbers - experts * (28 / 32) ** 6))
+    assert numbers == pytest.approx(20.3e9, rel=0.01)
+    assert kv_bytes(shape, batch=1, context=1000, itemsize=2) == 2 * 8 * 64 * 12 * (128 + 1000) * 2
+
+
 def test_the_8b_shape_reads_15_gb_a_step():
     model = Transformer(PRESETS["llama31_8b"](), param_dtype=jnp.bfloat16)
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
