@@ -61,6 +61,8 @@ _GPT_OSS_20B = dict(
     rms_norm_eps=1e-5,
     num_local_experts=32,
     num_experts_per_tok=4,
+    rope_theta=150000.0,
+    rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
     quantization_config=dict(quant_method="mxfp4"),
 )
 SHAPES: Mapping[str, dict[str, Any]] = {"llama31_8b": _LLAMA31_8B, "gpt_oss_20b": _GPT_OSS_20B}

@@ -37,6 +37,7 @@ def test_what_is_written_is_a_model_of_the_shape_in_shards(tmp_path: Path, name:
     assert np.unique(read_params(source, "bfloat16")["embedding"].view(np.uint16)).size > 1000
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tiny_shapes")
 def test_a_row_says_what_was_measured(tmp_path: Path) -> None:
     (row,) = conversion_memory.run(conversion_memory.Config(cases=("gpt_oss_20b:1",), folder=str(tmp_path)))

@@ -115,6 +115,7 @@ def test_no_cache_is_copied_in_a_chunked_prefill():
     assert not moves_of_the_cache(text, 2, "copy|copy-start|transpose|convert")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_no_cache_is_copied_with_windows_sinks_and_experts(batch_size):
     sizes = dict(batch_size=batch_size, model_config=GPT_OSS, prefill_chunk_size=16)

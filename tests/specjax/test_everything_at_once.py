@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import export
 
 from specjax import DraftModel, FinishReason, GenerateConfig, MoEConfig, RopeConfig, generate, speculative_generate, stream_generate
@@ -43,6 +44,7 @@ def config(max_new_tokens: int, **changes: Any) -> GenerateConfig:
     return GenerateConfig(max_new_tokens=max_new_tokens, num_speculative_tokens=4, cache_capacity=160, **changes)
 
 
+@pytest.mark.full
 def test_chunks_continuations_and_streams_give_the_plain_text() -> None:
     first = generate(*MODEL, PROMPTS, config=config(NUM_TOKENS))
     chunked = config(NUM_TOKENS, prefill_chunk_size=8)
@@ -59,6 +61,7 @@ def test_chunks_continuations_and_streams_give_the_plain_text() -> None:
     np.testing.assert_array_equal(generate(*MODEL, MORE, config=config(NUM_TOKENS), continue_from=first.continuation).tokens, expected)
 
 
+@pytest.mark.full
 def test_a_row_that_is_not_a_number_leaves_the_other_rows_to_their_experts() -> None:
     text = greedy_text(PROMPTS, model=MODEL)
     token = next(token for token in PROMPTS[1] if sum(token in prompt for prompt in PROMPTS) == 1)
@@ -90,6 +93,7 @@ def test_another_length_of_context_compiles_nothing() -> None:
     assert _generate._cache_size() == before
 
 
+@pytest.mark.full
 def test_it_exports_for_platforms_that_take_other_paths_through_the_experts() -> None:
     target, params = MODEL
     prompts = jnp.asarray([[3, 1, 4, 1, 5]] * 3, jnp.int32)

@@ -29,6 +29,7 @@ def loss(model: Transformer, params: Any, parts: list[int]) -> jax.Array:
     return jnp.sin(model.apply({"params": params}, jnp.concatenate(hidden, axis=1), method="logits")).sum()
 
 
+@pytest.mark.full
 def test_the_gradient_of_several_passes_over_a_cache_is_that_of_one_pass() -> None:
     model, params = random_model(tiny_config(layer_windows=(4, None), attention_sinks=True), seed=1)
     whole = jax.jit(jax.grad(lambda params: loss(model, params, [])))(params)
@@ -46,7 +47,10 @@ def test_the_gradient_of_several_passes_over_a_cache_is_that_of_one_pass() -> No
     np.testing.assert_allclose(forward, sum(products), atol=100 * TOLERANCE * max(map(abs, products)))
 
 
-@pytest.mark.parametrize("changes", [dict(draft_vocab_size=40), dict(lm_head_rank=4), dict(norm_output=True, fc_norm=True)])
+MORE = [pytest.param(changes, marks=pytest.mark.full) for changes in (dict(draft_vocab_size=40), dict(norm_output=True, fc_norm=True))]
+
+
+@pytest.mark.parametrize("changes", [dict(lm_head_rank=4), *MORE])
 def test_every_parameter_of_an_eagle3_drafter_has_a_gradient_through_a_recursive_step(changes: dict) -> None:
     config = Eagle3Config(**(dict(decoder=tiny_config(num_layers=2), target_hidden_size=32, draft_vocab_size=64) | changes))
     drafter = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)

@@ -48,7 +48,7 @@ def test_a_windowed_layer_sees_what_a_fresh_pass_over_the_window_sees() -> None:
         np.testing.assert_allclose(part[0, -1], whole[0, end - 1], atol=10 * FLOAT32_TOLERANCE)
 
 
-@pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("rope", [pytest.param(DYNAMIC, id="dynamic"), pytest.param(LONGROPE, id="longrope", marks=pytest.mark.full)])
 def test_each_row_has_the_frequencies_of_its_own_length(rope: RopeConfig) -> None:
     model = random_model(tiny_config(rope=rope), seed=3)
     config = GenerateConfig(max_new_tokens=10)
