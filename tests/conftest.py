@@ -1,8 +1,18 @@
-"""The `--full` option: the same tests over wider grids."""
+"""The `--full` option: the same tests over wider grids. And no process that holds too many compiled programs."""
 
 from __future__ import annotations
 
+import gc
+import itertools
+from pathlib import Path
+
+import jax
 import pytest
+
+# Each compiled program maps some memory, and Linux lets a process have 65,530 maps: beyond that XLA's compiler crashes.
+_MAX_MAPS, _TESTS_BETWEEN_CHECKS = 30_000, 8
+_MAPS = Path("/proc/self/maps")
+_num_tests = itertools.count(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,3 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Drops all compiled programs where there are too many of them. Tests share them, so not more often than that."""
+    if next(_num_tests) % _TESTS_BETWEEN_CHECKS == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
