@@ -15,7 +15,7 @@ from specjax.kernels.expert_products.reference import expert_products_reference
 
 IMPLEMENTATIONS = ("auto", "reference", "grouped", "dense")
 _RUN = {"reference": expert_products_reference, "grouped": expert_products_grouped, "dense": expert_products_dense}
-# Gathering a pair's weights costs about five times the reading of its expert (measured on an H200: 4.0 to 5.3).
+# Gathering a pair's weights costs about five times the reading of its expert (4.0 to 5.3 in one run on an H200, not on record).
 _GATHER_COST = 5
 
 

@@ -3,6 +3,7 @@
 Reads all experts once, whatever the rows chose, and computes E / C times what is needed: on a GPU that is still the fastest that XLA does
 beyond a few rows, because a loop over experts is bound by its launches. Measured on an H200 with experts of Qwen3-30B-A3B's shape (E = 128,
 C = 8), 64 rows, microseconds a layer: 318, in a loop over blocks 5,721, with `lax.ragged_dot` 962; reading all experts takes 281.
+(One run, not on record.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ such row.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -24,7 +23,7 @@ from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.models.attention import Attention
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
-from specjax.models.layers import PROJECTION_INIT, RMSNorm, head_product, product
+from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product, product
 from specjax.models.rope import rotary_angles
 from specjax.models.transformer import Transformer
 
@@ -45,7 +44,7 @@ class Eagle3Output:
     cache: KVCache
 
 
-class Eagle3(nn.Module):
+class Eagle3(PureModule):
     """The drafter's network: `fuse`, `embed`, a pass, `logits`, each a pure function of `{"params": p}`.
 
     Example of one recursive step:
@@ -66,11 +65,6 @@ class Eagle3(nn.Module):
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
     attention_implementation: str = "auto"
-
-    if TYPE_CHECKING:
-        # Flax types both as a union that also has the mutated collections.
-        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
-        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     def setup(self) -> None:
         """Declares the parameters."""

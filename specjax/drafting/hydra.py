@@ -6,13 +6,12 @@ Head i at position t predicts token t + 2 + i from the target's last hidden stat
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layers import PROJECTION_INIT, head_product, product
+from specjax.models.layers import PROJECTION_INIT, PureModule, head_product, product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class HydraConfig:
                 raise ValueError(f"HydraConfig.{name} must be a positive int, got {value!r}")
 
 
-class Hydra(nn.Module):
+class Hydra(PureModule):
     """The heads. `apply({"params": p}, hidden, embeddings)` gives the scores of one, by the number of embeddings.
 
     Attributes:
@@ -55,11 +54,6 @@ class Hydra(nn.Module):
     config: HydraConfig
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
-
-    if TYPE_CHECKING:
-        # Flax types both as a union that also has the mutated collections.
-        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
-        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     def setup(self) -> None:
         """Declares the parameters."""

@@ -6,13 +6,12 @@ Head i at position t predicts token t + 2 + i; the target's own LM head gives t 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layers import PROJECTION_INIT, head_product, product
+from specjax.models.layers import PROJECTION_INIT, PureModule, head_product, product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class MedusaConfig:
                 raise ValueError(f"MedusaConfig.{name} must be a positive int, got {value!r}")
 
 
-class Medusa(nn.Module):
+class Medusa(PureModule):
     """The heads. `apply({"params": p}, hidden)` gives the scores of all of them.
 
     Attributes:
@@ -57,11 +56,6 @@ class Medusa(nn.Module):
     config: MedusaConfig
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
-
-    if TYPE_CHECKING:
-        # Flax types both as a union that also has the mutated collections.
-        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
-        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     def setup(self) -> None:
         """Declares the parameters."""

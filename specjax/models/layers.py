@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 PROJECTION_INIT = nn.initializers.normal(0.02)
+
+
+class PureModule(nn.Module):
+    """A module that is used as pure functions: its variables are never mutated, and `init` and `apply` return what they compute."""
+
+    if TYPE_CHECKING:
+        # Flax types both as a union that also has the mutated collections.
+        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
 
 def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:

@@ -8,7 +8,6 @@ same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head:
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +17,7 @@ from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
 from specjax.models.attention import Attention
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
-from specjax.models.layers import PROJECTION_INIT, RMSNorm, head_product
+from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.rope import rotary_angles
 
@@ -39,7 +38,7 @@ class TransformerOutput:
     features: jax.Array | None
 
 
-class Transformer(nn.Module):
+class Transformer(PureModule):
     """The decoder. `apply({"params": p}, tokens, cache)` runs a pass, `apply(..., hidden, method="logits")` the LM head.
 
     Attributes:
@@ -57,11 +56,6 @@ class Transformer(nn.Module):
     param_dtype: jnp.dtype = jnp.bfloat16
     attention_implementation: str = "auto"
     expert_implementation: str = "auto"
-
-    if TYPE_CHECKING:
-        # Flax types both as a union that also has the mutated collections.
-        def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
-        def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     def setup(self) -> None:
         """Declares the parameters."""
