@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-import itertools
+import time
 from pathlib import Path
 
 import jax
 import pytest
 
-# Each compiled program maps some memory, and Linux lets a process have 65,530 maps: beyond that XLA's compiler crashes.
-_MAX_MAPS, _TESTS_BETWEEN_CHECKS = 30_000, 8
+# Each compiled program maps some memory, and Linux lets a process have 65,530 maps: beyond that XLA's compiler crashes. A single test over
+# a full grid makes up to 10,000 of them, a second of compiling about 100.
+_MAX_MAPS, _SECONDS_BETWEEN_CHECKS = 25_000, 2.0
 _MAPS = Path("/proc/self/maps")
-_num_tests = itertools.count(1)
+_last_check = [time.monotonic()]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +38,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Drops all compiled programs where there are too many of them. Tests share them, so not more often than that."""
-    if next(_num_tests) % _TESTS_BETWEEN_CHECKS == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
+    if time.monotonic() - _last_check[0] < _SECONDS_BETWEEN_CHECKS or not _MAPS.exists():
+        return
+    _last_check[0] = time.monotonic()
+    if _MAPS.read_bytes().count(b"\n") > _MAX_MAPS:
         jax.clear_caches()
         gc.collect()
