@@ -1,4 +1,4 @@
-"""What a draft LM head is worth: the acceptance it keeps against the time it takes, a speculative step at a time. SlimSpec, arXiv:2605.10453.
+"""What a draft LM head is worth: the acceptance that it keeps against the time that it takes. SlimSpec's model, arXiv:2605.10453.
 
 ```
 rho_TPS = rho_tau (1 + kappa) / (1 + nu kappa)
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 
@@ -36,7 +37,7 @@ def throughput_ratio(*, acceptance_ratio: float, kappa: float, nu: float) -> flo
 
 
 def break_even_acceptance_ratio(*, kappa: float, nu: float) -> float:
-    """The acceptance ratio below which the full head is faster: `(1 + nu kappa) / (1 + kappa)`. Arguments as those of `throughput_ratio`."""
+    """The acceptance ratio below which the full head is faster: `(1 + nu kappa) / (1 + kappa)`. See `throughput_ratio`."""
     _require_positive(kappa=kappa, nu=nu)
     return (1 + nu * kappa) / (1 + kappa)
 
@@ -75,7 +76,7 @@ def expected_tokens(conditional: Sequence[float], num_speculative_tokens: int) -
     """
     rates = _checked_rates("conditional", conditional)
     _require_length(num_speculative_tokens, len(rates), "acceptance rates are known", least=0)
-    return 1 + math.fsum(itertools.accumulate(rates[:num_speculative_tokens], lambda chance, rate: chance * rate))
+    return 1 + math.fsum(itertools.accumulate(rates[:num_speculative_tokens], operator.mul))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +87,8 @@ class StepCosts:
         plain_us: A step of plain decoding, one token a row.
         drafter_us: All that drafting one token takes but its head: the drafter's body, its share of the pass over committed tokens.
         verification_rows: Rows of the passes below, ascending; G + 1 for a draft of G tokens.
-        verification_us: A step of so many rows less all drafting: the target's pass and its head, the verification rule, the commit. Between
-            two measured numbers of rows it is taken to grow linearly.
+        verification_us: A step of so many rows less all drafting: the target's pass and its head, the verification rule, the commit.
+            Between two measured numbers of rows it is taken to grow linearly.
 
     Raises:
         ValueError: A time that is not positive and finite, rows that do not ascend, or another number of times than of rows.
