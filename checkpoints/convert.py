@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from specjax.checkpoints.atomic import atomic_folder, check_destination, check_keeps
+from specjax.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.formats.any_source import open_any_source
 from specjax.checkpoints.kinds import abstract_params, kind_of
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip

@@ -26,7 +26,7 @@ from flax import traverse_util
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from specjax.checkpoints.atomic import atomic_folder, check_destination, check_keeps
+from specjax.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.formats.eagle3_format import OFFICIAL_FIRST_LAYER

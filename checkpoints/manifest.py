@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.atomic import replaced_folder
+from specjax.atomic import replaced_folder
 from specjax.checkpoints.kinds import config_from_dict, config_to_dict
 from specjax.checkpoints.source import STORED_DTYPES
 from specjax.config import ModelConfig

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from specjax.atomic import atomic_folder
 from specjax.checkpoints.arrays import read_arrays, write_arrays
-from specjax.checkpoints.atomic import atomic_folder
 from specjax.checkpoints.kinds import abstract_params, build_model, kind_of
 from specjax.checkpoints.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from specjax.checkpoints.source import STORED_DTYPES

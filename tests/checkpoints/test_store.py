@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from specjax import ModelConfig, RopeConfig, Transformer
-from specjax.checkpoints.atomic import atomic_folder
+from specjax.atomic import atomic_folder
 from specjax.checkpoints.kinds import config_from_dict, config_to_dict
 from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
 from tests.checkpoints.sources import VOCAB_SIZE, write_tokenizer
@@ -194,7 +194,7 @@ def test_a_failure_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_the_old_one_and_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
     die = """
         import os, signal, sys
-        from specjax.checkpoints.atomic import atomic_folder
+        from specjax.atomic import atomic_folder
         with atomic_folder(sys.argv[1], force=True, marker="specjax.json") as folder:
             (folder / "half").touch()
             os.kill(os.getpid(), signal.SIGKILL)

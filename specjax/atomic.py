@@ -48,19 +48,20 @@ def check_keeps(destination: str | Path, *needed: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(destination: str | Path, *, force: bool = False, marker: str) -> Iterator[Path]:
+def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, keep_unfinished: bool = False) -> Iterator[Path]:
     """A folder to fill, which takes the destination's place when the block ends without an error.
 
     An interruption at any point leaves the earlier folder, or none, never a mixture. What an interrupted run left behind is removed by the
-    next one for the same destination.
+    next one for the same destination, or handed to it.
 
     Args:
         destination: The folder to create; its parents are made. Of a symbolic link the folder that it points to.
         force: Replace a folder that exists, if it is empty or holds `marker`.
         marker: A file that what is written here has, and what is replaced must have.
+        keep_unfinished: The block can go on from what an interrupted run left: it gets the folder as it was, and leaves it if it fails.
 
     Yields:
-        The empty folder to write into, beside the destination.
+        The folder to write into, beside the destination; empty unless `keep_unfinished`.
 
     Raises:
         FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace.
@@ -74,7 +75,8 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str) 
     replaced = replaced_folder(destination)
     with _locked(partial):
         try:
-            _empty(partial)
+            if not keep_unfinished:
+                _empty(partial)
             if replaced.exists():
                 # An earlier run stopped between the two renames below (put the old folder back), or right after them.
                 shutil.rmtree(replaced) if destination.exists() else replaced.rename(destination)
@@ -86,7 +88,8 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str) 
         except BaseException:
             if replaced.exists() and not destination.exists():
                 replaced.rename(destination)
-            shutil.rmtree(partial, ignore_errors=True)
+            if not keep_unfinished:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
 
