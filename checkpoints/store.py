@@ -34,11 +34,11 @@ PARAMS_FOLDER = "params"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A restored model.
+    """A restored model, or its shapes.
 
     Attributes:
         model: The module, a `Transformer` or a drafter's; its `dtype` and `param_dtype` are those of `params`.
-        params: What `model.apply` takes under `"params"`.
+        params: What `model.apply` takes under `"params"`; of an `abstract_checkpoint` a `jax.ShapeDtypeStruct` in each place.
         metadata: Where the weights came from: `source`, `source_format`, `quantisation`, `source_sha256`, `dtype` as stored.
         tokenizer_path: Folder of the tokenizer's files; `None` if it has none.
     """
@@ -142,7 +142,6 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         >>> generate(checkpoint.model, checkpoint.params, prompt_tokens, config=GenerateConfig(max_new_tokens=32))
     """
     path = Path(path).absolute()
-    manifest = read_manifest(path)
     abstract = abstract_checkpoint(path, dtype=dtype)
     shardings = _default_sharding() if shardings is None else shardings
     placed = jax.tree.map(lambda sharding, subtree: jax.tree.map(lambda leaf: _placed(leaf, sharding), subtree), shardings, abstract.params)
@@ -150,34 +149,18 @@ def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = Non
         params = read_arrays(path / PARAMS_FOLDER, placed)
     except ValueError as error:
         raise ValueError(f"{error}. Is the copy whole?") from error
-    tokenizer = path / TOKENIZER_FOLDER
-    return Checkpoint(
-        model=abstract.model,
-        params=params,
-        metadata={**manifest.metadata, "dtype": manifest.dtype},
-        tokenizer_path=tokenizer if tokenizer.is_dir() else None,
-    )
+    return dataclasses.replace(abstract, params=params)
 
 
-@dataclasses.dataclass(frozen=True)
-class AbstractCheckpoint:
-    """A saved model without its weights.
-
-    Attributes:
-        model: The module.
-        params: The tree of parameters, each a `jax.ShapeDtypeStruct`.
-    """
-
-    model: Any
-    params: dict
-
-
-def abstract_checkpoint(path: str | Path, *, dtype: Any = None) -> AbstractCheckpoint:
-    """What `load_checkpoint` would return, without reading any weights: to choose shardings by, or to plan memory.
+def abstract_checkpoint(path: str | Path, *, dtype: Any = None) -> Checkpoint:
+    """What `load_checkpoint` would return, without reading any weights: for its tokenizer, to choose shardings by, or to plan memory.
 
     Args:
         path: A checkpoint.
         dtype: As in `load_checkpoint`.
+
+    Returns:
+        The model, and the shapes and dtypes of its parameters.
 
     Raises:
         ValueError: No checkpoint, one of a newer format, or an unsupported `dtype`.
@@ -187,11 +170,18 @@ def abstract_checkpoint(path: str | Path, *, dtype: Any = None) -> AbstractCheck
         >>> shardings = param_shardings(abstract.params, abstract.model.config, mesh)
         >>> checkpoint = load_checkpoint("models/target", shardings=shardings)
     """
+    path = Path(path).absolute()
     manifest = read_manifest(path)
     stored = np.dtype(STORED_DTYPES[manifest.dtype] if dtype is None else dtype)
     if stored not in STORED_DTYPES.values():
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {stored}")
-    return AbstractCheckpoint(model=build_model(manifest.config, stored), params=abstract_params(manifest.config, stored))
+    tokenizer = path / TOKENIZER_FOLDER
+    return Checkpoint(
+        model=build_model(manifest.config, stored),
+        params=abstract_params(manifest.config, stored),
+        metadata={**manifest.metadata, "dtype": manifest.dtype},
+        tokenizer_path=tokenizer if tokenizer.is_dir() else None,
+    )
 
 
 def read_model(path: str | Path, *, dtype: Any = None) -> Any:
