@@ -11,7 +11,6 @@ Reading it again gives the same configuration and the same parameters, bit by bi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import warnings
 from collections.abc import Mapping
@@ -31,11 +30,13 @@ from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.formats.eagle3_format import OFFICIAL_FIRST_LAYER
 from specjax.checkpoints.formats.tensor_files import SINGLE
+from specjax.checkpoints.kinds import config_to_dict
 from specjax.checkpoints.manifest import read_manifest
 from specjax.checkpoints.source import check_source
 from specjax.checkpoints.store import load_checkpoint
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
 
 _CONFIG = "config.json"
 
@@ -112,7 +113,7 @@ def official_config(config: Any, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": decoder.num_kv_heads,
         "head_dim": decoder.head_dim,
         "vocab_size": decoder.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
+        **_head_fields(config.head, hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size),
         "max_position_embeddings": decoder.max_position_embeddings,
         "rms_norm_eps": decoder.rms_norm_eps,
         "attention_bias": decoder.qkv_bias,
@@ -125,8 +126,6 @@ def official_config(config: Any, dtype: str) -> dict[str, Any]:
         raw["target_hidden_size"] = config.target_hidden_size
     if config.feature_layers is not None:
         raw["eagle_aux_hidden_state_layer_ids"] = list(config.feature_layers)
-    if config.lm_head_rank is not None:
-        raw["lm_head_rank_divisor"] = _rank_divisor(decoder.hidden_size, config.lm_head_rank)
     flags = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
     return raw | {flag: True for flag in flags if getattr(config, flag)}
 
@@ -140,8 +139,8 @@ def official_tensors(config: Eagle3Config, params: Mapping[str, Any]) -> dict[st
     """
     leaves = {path: np.asarray(leaf) for path, leaf in traverse_util.flatten_dict(dict(params), sep=".").items()}
     tensors = {"fc.weight": leaves["fc"].T, "norm.weight": leaves["final_norm.scale"]}
-    optional = {"embedding": "embed_tokens", "input_norm.scale": "input_norm", "lm_head": "lm_head"}
-    optional |= {"lm_head_down": "lm_head.down", "lm_head_up": "lm_head.up"}
+    optional = {"embedding": "embed_tokens", "input_norm.scale": "input_norm", "draft_head.lm_head": "lm_head"}
+    optional |= {"draft_head.down": "lm_head.down", "draft_head.up": "lm_head.up"}
     optional |= {f"fc_norm_{index}.scale": f"fc_norm.{index}" for index in range(config.num_features)}
     tensors |= {f"{theirs}.weight": leaves[ours] for ours, theirs in optional.items() if ours in leaves}
     for index in range(config.decoder.num_layers):
@@ -149,8 +148,8 @@ def official_tensors(config: Eagle3Config, params: Mapping[str, Any]) -> dict[st
         layer = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
         theirs = OFFICIAL_FIRST_LAYER if index == 0 else f"layers.{index}"
         tensors |= {f"{theirs}.{name}": tensor for name, tensor in _layer_tensors(layer).items()}
-    if config.trimmed:
-        ids = leaves["draft_to_target"].astype(np.int64)
+    if isinstance(config.head, TrimmedHead):
+        ids = leaves["draft_head.token_ids"].astype(np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
         tensors["t2d"] = np.isin(np.arange(config.decoder.vocab_size), ids)
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
@@ -202,12 +201,21 @@ def _rope_fields(rope: RopeConfig) -> dict[str, Any]:
     return fields | ({"max_position_embeddings": rope.original_max_position_embeddings} if rope.rope_type == "dynamic" else {})
 
 
-def _rank_divisor(hidden_size: int, rank: int) -> int:
-    if hidden_size % rank or hidden_size == rank:
-        raise ValueError(
-            f"lm_head_rank {rank} cannot be written: the format has hidden_size ({hidden_size}) divided by an int of at least 2"
-        )
-    return hidden_size // rank
+def _head_fields(head: DraftHead, *, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """What config.json says of the LM head; refuses one that it cannot describe."""
+    if isinstance(head, LowRankHead):
+        if hidden_size % head.rank or hidden_size == head.rank:
+            raise ValueError(
+                f"the official EAGLE-3 layout cannot express rank {head.rank} of a low-rank head: it has hidden_size ({hidden_size}) "
+                "divided by an int of at least 2"
+            )
+        return {"draft_vocab_size": vocab_size, "lm_head_rank_divisor": hidden_size // head.rank}
+    # Read again, a map of all tokens would be taken for none.
+    if isinstance(head, TrimmedHead) and head.num_tokens < vocab_size:
+        return {"draft_vocab_size": head.num_tokens}
+    if isinstance(head, FullHead) and not head.bias:
+        return {"draft_vocab_size": vocab_size}
+    raise ValueError(f"the official EAGLE-3 layout cannot express head = {head!r} over {vocab_size} tokens")
 
 
 def _refuse_inexpressible(decoder: ModelConfig) -> None:
@@ -226,7 +234,7 @@ def _check_that_it_reads_back(folder: Path, config: Eagle3Config) -> None:
         source = open_drafter(folder, draft_ids="offsets")
     assert source is not None
     check_source(source)
-    changed = _differences(dataclasses.asdict(config), dataclasses.asdict(source.config))
+    changed = _differences(config_to_dict(config), config_to_dict(source.config))
     if changed:
         raise ValueError(f"the official EAGLE-3 layout cannot express {', '.join(changed)}")
 
@@ -236,7 +244,7 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str 
     for field, value in wanted.items():
         if isinstance(value, Mapping):
             changed += _differences(value, found[field], f"{path}{field}.")
-        elif value != found[field]:
+        elif value != found.get(field):
             changed.append(f"{path}{field} = {value!r}")
     return changed
 

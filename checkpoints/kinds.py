@@ -16,6 +16,7 @@ import jax
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
 from specjax.models.transformer import Transformer
@@ -27,6 +28,8 @@ _KINDS: Mapping[str, tuple[type, type]] = {
     "medusa": (MedusaConfig, Medusa),
     "hydra": (HydraConfig, Hydra),
 }
+# Name beside a draft head's sizes → its class.
+_HEADS: Mapping[str, type] = {"full": FullHead, "low_rank": LowRankHead, "trimmed": TrimmedHead, "screened": ScreenedHead}
 
 
 def kind_of(config: Any) -> str:
@@ -52,9 +55,33 @@ def abstract_params(config: Any, dtype: Any) -> dict:
     return jax.eval_shape(build_model(config, dtype).init_params, jax.random.key(0))
 
 
+def head_kind(head: DraftHead) -> str:
+    """The kind of a draft head.
+
+    Raises:
+        ValueError: It is of no kind that is saved.
+    """
+    for kind, head_class in _HEADS.items():
+        if type(head) is head_class:
+            return kind
+    raise ValueError(f"a draft head must be one of {', '.join(cls.__name__ for cls in _HEADS.values())}, got {type(head).__name__}")
+
+
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """JSON values for a configuration."""
-    return dataclasses.asdict(config)
+    """JSON values for a configuration; a draft head in it is `{"kind": ..., ...}`.
+
+    Raises:
+        ValueError: A draft head of no kind that is saved.
+    """
+    hints, values = typing.get_type_hints(type(config)), {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if hints[field.name] is DraftHead:
+            value = {"kind": head_kind(value), **dataclasses.asdict(value)}
+        elif dataclasses.is_dataclass(value):
+            value = config_to_dict(value)
+        values[field.name] = value
+    return values
 
 
 def config_from_dict(values: Mapping[str, Any], kind: str = "transformer") -> Any:
@@ -81,7 +108,17 @@ def _dataclass_from(cls: type, values: Mapping[str, Any]) -> Any:
 def _value_from(hint: Any, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_value_from(None, item) for item in value)
+    if hint is DraftHead:
+        return _head_from(value)
     if isinstance(value, Mapping):
         choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         return _dataclass_from(next(choice for choice in choices if dataclasses.is_dataclass(choice)), value)
     return value
+
+
+def _head_from(value: Any) -> Any:
+    if not isinstance(value, Mapping) or "kind" not in value:
+        raise ValueError(f"the saved configuration is damaged: its draft head is {value!r:.80}")
+    if value["kind"] not in _HEADS:
+        raise ValueError(f"this version of specjax knows draft heads of kind {', '.join(_HEADS)}, not {value['kind']!r}: upgrade specjax")
+    return _dataclass_from(_HEADS[value["kind"]], {name: field for name, field in value.items() if name != "kind"})

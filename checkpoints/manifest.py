@@ -12,8 +12,10 @@ from specjax.checkpoints.kinds import config_from_dict, config_to_dict
 from specjax.checkpoints.source import STORED_DTYPES
 from specjax.config import ModelConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "specjax.json"
+# Formats before it have the same parameters for a language model, and others for a drafter.
+_FIRST_WITH_DRAFT_HEADS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +67,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Reads `specjax.json`, of this format or an earlier one.
+    """Reads `specjax.json`, of this format or, for a language model, an earlier one.
 
     Raises:
-        ValueError: No checkpoint, one of a newer format, or a damaged one.
+        ValueError: No checkpoint, one of a newer format, a drafter's of an earlier one, or a damaged one.
     """
     path = Path(path).absolute()
     file = path / MANIFEST
@@ -87,6 +89,11 @@ def read_manifest(path: str | Path) -> Manifest:
     if isinstance(version, bool) or version < 1:
         raise ValueError(f"{file} is damaged: it names the format {version!r}")
     values = _from_version_1(values) if version == 1 else values
+    if version < _FIRST_WITH_DRAFT_HEADS and values.get("kind", "transformer") != "transformer":
+        raise ValueError(
+            f"{path} has checkpoint format {version}, in which drafters kept their LM heads in another way: convert the published drafter "
+            "again, specjax convert SOURCE DESTINATION"
+        )
     absent = [field for field in ("kind", "config", "dtype", "metadata") if field not in values]
     kinds = {"kind": str, "config": dict, "dtype": str, "metadata": dict}
     odd = [field for field, kind in kinds.items() if field in values and not isinstance(values[field], kind)]

@@ -13,12 +13,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.config import ModelConfig
+from specjax.drafting.heads.draft_head import DRAFT_HEAD
 
 # Which axis of each parameter is split over the model-parallel mesh axis. Per layer, one all-reduce after `output` and one after `down`.
 _MODEL_AXIS = {
     "embedding": 0,  # [V,D]
     "lm_head": 0,  # [V,D]
-    "lm_head_up": 0,  # [V,R], of a low-rank head
     "qkv": 1,  # [D,K,N/K+2,H]
     "qkv_bias": 0,  # [K,N/K+2,H]
     "sinks": 0,  # [N], likewise in order of the key/value head
@@ -30,6 +30,12 @@ _MODEL_AXIS = {
     "expert_gate_up_bias": 2,  # [E,2,F]
     "expert_down": 1,  # [E,F,D]
 }
+# The same for a draft LM head: over the tokens. `down` and `token_ids` are small, and needed everywhere.
+_HEAD_AXIS = {
+    "lm_head": 0,  # [V,D]
+    "bias": 0,  # [V]
+    "up": 0,  # [V,R]
+}
 
 
 def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis: str = "model") -> Any:
@@ -40,7 +46,7 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis:
         >>> params = jax.device_put(params, param_shardings(params, model.config, mesh))
 
     Args:
-        params: A Transformer's params, arrays or their shapes.
+        params: A Transformer's params, or those of a drafter's network, arrays or their shapes.
         config: The model's shape.
         mesh: The devices.
         model_axis: The mesh axis over which heads, FFN channels and the vocabulary are split.
@@ -54,8 +60,9 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis:
     size = _axis_size(mesh, model_axis)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
-        axis = _MODEL_AXIS.get(path[-1].key)
-        parts = None if axis is None else config.num_kv_heads if path[-1].key in ("output", "sinks") else leaf.shape[axis]
+        names = [part.key for part in path]
+        axis = (_HEAD_AXIS if DRAFT_HEAD in names else _MODEL_AXIS).get(names[-1])
+        parts = None if axis is None else config.num_kv_heads if names[-1] in ("output", "sinks") else leaf.shape[axis]
         if axis is None or parts is None or parts % size:
             return NamedSharding(mesh, PartitionSpec())
         spec: list[str | None] = [None] * len(leaf.shape)

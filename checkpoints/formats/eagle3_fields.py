@@ -14,6 +14,7 @@ from specjax.checkpoints.formats.fields import flag, needed_size, optional_list,
 from specjax.checkpoints.formats.rope_settings import rope_config, usable_window
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
@@ -91,11 +92,9 @@ def eagle3_config(
     config = Eagle3Config(
         decoder=decoder,
         target_hidden_size=target_width,
-        draft_vocab_size=_draft_vocab_size(raw, shapes, decoder.vocab_size),
+        head=_head(raw, shapes, decoder),
         feature_layers=None if feature_layers is None else tuple(feature_layers),
-        lm_head_rank=_rank(raw, decoder.hidden_size),
         own_embedding="embed_tokens.weight" in shapes,
-        own_head="lm_head.weight" in shapes or bool(raw.get("lm_head_rank_divisor")),
         **_flags(raw, eagle, flat=flat),
     )
     return config if target is None else config.for_target(target)
@@ -265,24 +264,19 @@ def _check_num_features(
         )
 
 
-def _draft_vocab_size(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> int:
-    """Rows of the LM head that is there; what config.json says counts only where there is none."""
-    low_rank = bool(raw.get("lm_head_rank_divisor"))
-    if "lm_head.weight" in shapes and not low_rank:
-        return shapes["lm_head.weight"][0]
-    declared = optional_size(raw, "draft_vocab_size", vocab_size)
-    if declared != vocab_size:
-        why = "cannot be had with lm_head_rank_divisor" if low_rank else "needs an lm_head.weight, and there is none"
-        raise ValueError(f"a pruned vocabulary (draft_vocab_size {declared} of {vocab_size}) {why}")
-    return vocab_size
-
-
-def _rank(raw: Mapping[str, Any], hidden_size: int) -> int | None:
-    divisor = raw.get("lm_head_rank_divisor")
+def _head(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], decoder: ModelConfig) -> DraftHead:
+    """The head that is there; what config.json says of its vocabulary counts only where the tensors do not."""
+    divisor, declared = raw.get("lm_head_rank_divisor"), optional_size(raw, "draft_vocab_size", decoder.vocab_size)
+    if "lm_head.weight" in shapes and not divisor:
+        rows = shapes["lm_head.weight"][0]
+        return FullHead() if rows == decoder.vocab_size else TrimmedHead(num_tokens=rows)
+    if declared != decoder.vocab_size:
+        why = "cannot be had with lm_head_rank_divisor" if divisor else "needs an lm_head.weight, and there is none"
+        raise ValueError(f"a pruned vocabulary (draft_vocab_size {declared} of {decoder.vocab_size}) {why}")
     if not divisor:
-        return None
+        return FullHead(shared=True)
     if not isinstance(divisor, int) or isinstance(divisor, bool) or divisor < 2:
         raise ValueError(f"lm_head_rank_divisor should be an int of at least 2, got {divisor!r}")
-    if hidden_size % divisor:
-        raise ValueError(f"lm_head_rank_divisor should divide hidden_size {hidden_size}, got {divisor}")
-    return hidden_size // divisor
+    if decoder.hidden_size % divisor:
+        raise ValueError(f"lm_head_rank_divisor should divide hidden_size {decoder.hidden_size}, got {divisor}")
+    return LowRankHead(rank=decoder.hidden_size // divisor)

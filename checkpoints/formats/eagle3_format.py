@@ -21,6 +21,7 @@ from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import INTEGER, Parameter, Read, StoredTensor, WeightSource
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import LowRankHead, TrimmedHead
 
 OFFICIAL_FIRST_LAYER = "midlayer"
 _FIRST_LAYERS = (OFFICIAL_FIRST_LAYER, "layers.0")
@@ -109,7 +110,7 @@ def eagle3_table(cfg: Eagle3Config, draft_to_target: np.ndarray, *, first_layer:
 
     Args:
         cfg: The drafter's shape.
-        draft_to_target: `[Vd]`, the target's ids for the rows of the LM head, as `d2t` was understood.
+        draft_to_target: `[Vd]`, the target's ids for the rows of a trimmed LM head, as `d2t` was understood.
         first_layer: What the names of layer 0's tensors begin with.
     """
     decoder, width = cfg.decoder, cfg.decoder.hidden_size
@@ -122,21 +123,25 @@ def eagle3_table(cfg: Eagle3Config, draft_to_target: np.ndarray, *, first_layer:
     if cfg.fc_norm:
         for index in range(cfg.num_features):
             table[f"fc_norm_{index}.scale"] = plain(f"fc_norm.{index}.weight", (cfg.target_hidden_size,))
-    if cfg.lm_head_rank is not None:
-        table["lm_head_down"] = plain("lm_head.down.weight", (cfg.lm_head_rank, width))
-        table["lm_head_up"] = plain("lm_head.up.weight", (decoder.vocab_size, cfg.lm_head_rank))
-    elif cfg.own_head:
-        table["lm_head"] = plain("lm_head.weight", (cfg.draft_vocab_size, width))
-    if cfg.trimmed:
-
-        def fill(out: np.ndarray, read: Read) -> None:
-            out[:] = draft_to_target
-
-        table["draft_to_target"] = Parameter(tensors={"d2t": (cfg.draft_vocab_size,)}, fill=fill, accepts=INTEGER)
+    table |= {f"draft_head.{name}": parameter for name, parameter in _head_table(cfg, draft_to_target).items()}
     for index in range(decoder.num_layers):
         layer = _layer(cfg, first_layer if index == 0 else f"layers.{index}", first=index == 0)
         table |= {f"layer_{index}.{name}": parameter for name, parameter in layer.items()}
     return table
+
+
+def _head_table(cfg: Eagle3Config, draft_to_target: np.ndarray) -> dict[str, Parameter]:
+    head, vocab_size, width = cfg.head, cfg.decoder.vocab_size, cfg.decoder.hidden_size
+    if isinstance(head, LowRankHead):
+        return {"down": plain("lm_head.down.weight", (head.rank, width)), "up": plain("lm_head.up.weight", (vocab_size, head.rank))}
+    if not isinstance(head, TrimmedHead):
+        return {} if head.shared else {"lm_head": plain("lm_head.weight", (vocab_size, width))}
+
+    def fill(out: np.ndarray, read: Read) -> None:
+        out[:] = draft_to_target
+
+    token_ids = Parameter(tensors={"d2t": (head.num_tokens,)}, fill=fill, accepts=INTEGER)
+    return {"lm_head": plain("lm_head.weight", (head.num_tokens, width)), "token_ids": token_ids}
 
 
 def _layer(cfg: Eagle3Config, theirs: str, *, first: bool) -> dict[str, Parameter]:
@@ -179,14 +184,15 @@ def _without_prefix(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTens
 
 def _draft_to_target(cfg: Eagle3Config, tensors: Mapping[str, StoredTensor], reading: str | None) -> np.ndarray:
     """`[Vd]` int32; checked even where it is the identity and no parameter needs it."""
+    num_tokens = cfg.head.num_tokens if isinstance(cfg.head, TrimmedHead) else cfg.decoder.vocab_size
     if "d2t" not in tensors:
-        return np.arange(cfg.draft_vocab_size, dtype=np.int32)  # for a pruned vocabulary `check_source` says that d2t is missing
+        return np.arange(num_tokens, dtype=np.int32)  # for a pruned vocabulary `check_source` says that d2t is missing
     d2t, t2d = tensors["d2t"], tensors.get("t2d")
-    if d2t.shape != (cfg.draft_vocab_size,) or d2t.dtype not in INTEGER:
-        raise ValueError(f"d2t should hold {cfg.draft_vocab_size} integers, one for each row of the LM head, got {d2t.dtype} {d2t.shape}")
+    if d2t.shape != (num_tokens,) or d2t.dtype not in INTEGER:
+        raise ValueError(f"d2t should hold {num_tokens} integers, one for each row of the LM head, got {d2t.dtype} {d2t.shape}")
     kept = None if t2d is None else t2d.read(slice(None)).astype(bool)
     ids = target_ids(d2t.read(slice(None)), cfg.decoder.vocab_size, kept=kept, reading=reading)
-    if not cfg.trimmed and not np.array_equal(ids, np.arange(len(ids))):
+    if not isinstance(cfg.head, TrimmedHead) and not np.array_equal(ids, np.arange(len(ids))):
         raise ValueError("d2t of a drafter with the whole vocabulary should be the identity; a permutation is not supported")
     return ids
 
@@ -196,6 +202,6 @@ def _ignored(cfg: Eagle3Config, tensors: Mapping[str, StoredTensor]) -> frozense
     ignored = {name for name in tensors if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq")}
     if "d2t" in tensors:
         ignored.add("t2d")
-    if not cfg.trimmed:
+    if not isinstance(cfg.head, TrimmedHead):
         ignored |= {"d2t", "t2d"}
     return frozenset(ignored)

@@ -19,7 +19,7 @@ from rich.table import Table
 from specjax.checkpoints.arrays import stored_arrays
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.formats.any_source import open_any_source
-from specjax.checkpoints.kinds import abstract_params, build_model, config_to_dict, kind_of
+from specjax.checkpoints.kinds import abstract_params, build_model, config_to_dict, head_kind, kind_of
 from specjax.checkpoints.manifest import is_checkpoint, read_manifest
 from specjax.checkpoints.source import STORED_DTYPES, compare
 from specjax.checkpoints.store import PARAMS_FOLDER
@@ -34,7 +34,7 @@ class Description:
 
     Attributes:
         name: What the model calls itself.
-        format: `"specjax, format 2"`, or the format of the files.
+        format: `"specjax, format 3"`, or the format of the files.
         kind: `"transformer"`, or the kind of drafter.
         architecture: What the source calls it; empty if it is not known.
         quantisation: How the weights were stored in the source.
@@ -205,6 +205,8 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         value = getattr(config, field.name)
         if value == field.default:
             continue
+        if field.name == "head":
+            yield prefix + field.name, head_kind(value)
         if dataclasses.is_dataclass(value):
             yield from _settings(value, f"{prefix}{field.name}.")
         elif isinstance(value, tuple) and len(value) > _MAX_SHOWN:

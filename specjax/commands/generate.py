@@ -103,7 +103,7 @@ def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool)
     target, draft = checkpoints
     if isinstance(draft.model, Eagle3):
         config = draft.model.config
-        shared = [part for part, own in (("embedding", config.own_embedding), ("LM head", config.own_head)) if not own]
+        shared = [part for part, used in (("embedding", not config.own_embedding), ("LM head", config.head.shared)) if used]
         if shared:
             typer.echo(f"the drafter uses the target's {' and '.join(shared)}", err=True)
         eagle3 = Eagle3Drafter.for_target(draft.model, target.model.config)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.drafting.heads import DraftHead, FullHead
+from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
 from specjax.drafting.pick import draft_of, pick
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
@@ -33,11 +34,11 @@ class DraftModel:
 
     Attributes:
         model: The draft model. Its vocabulary must be the target's.
-        head: Its LM head.
+        head: Its draft LM head: its own LM head, or one whose arrays the drafter's params hold as `draft_head` beside the model's.
     """
 
     model: Transformer
-    head: DraftHead = FullHead()
+    head: DraftHead = FullHead(shared=True)
     feature_layers = ()
 
     def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
@@ -52,6 +53,7 @@ class DraftModel:
             raise ValueError(f"the draft model's window is {config.max_position_embeddings} tokens, this call may reach {max_length}")
         if not isinstance(params, Mapping) or "embedding" not in params:
             raise ValueError(f"drafter_params must be the draft model's params, got {type(params).__name__}")
+        check_head(self.head, params.get(DRAFT_HEAD), hidden_size=config.hidden_size, vocab_size=config.vocab_size)
 
     def init(self, params: Any, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None) -> KVCache:
         """See `Drafter.init`."""
@@ -83,11 +85,13 @@ class DraftModel:
         start = _first_of_last_two(context)
         inputs = jnp.take_along_axis(context.tokens, start[:, None] + jnp.arange(2), axis=1)
         cache = state.with_length(start)
-        picks = []
+        lm_head = params["embedding" if self.model.config.tie_word_embeddings else "lm_head"]
+        head_params, picks = params.get(DRAFT_HEAD, {}), []
         for key in split_row_keys(row_keys, num_speculative_tokens):
             output = self.model.apply({"params": params}, inputs, cache)
             cache = output.cache
-            picks.append(pick(self.head.logits(self.model, params, output.hidden[:, -1]), sampling, key))
+            scores = self.head.scores(head_params, output.hidden[:, -1], lm_head)
+            picks.append(pick(scores, sampling, key, vocab_size=self.model.config.vocab_size))
             inputs = picks[-1].tokens[:, None]
         return draft_of(picks), cache
 

@@ -1,9 +1,9 @@
-"""EAGLE-3: a small decoder that drafts from the target's own hidden states. arXiv:2503.01840; the low-rank LM head: arXiv:2605.10453.
+"""EAGLE-3: a small decoder that drafts from the target's own hidden states. arXiv:2503.01840.
 
 ```
 g  = fc([features of C boundaries of the target])       once a target position: `fuse`
 h  = layer_0([norm(embedding of the next token), norm(g)]), layer_1, ...
-logits = lm_head(norm(h))                                over the drafter's own, smaller vocabulary
+logits = draft head of norm(h)                            for all of the vocabulary, or a part of it
 next g = h                                               the recursion: no fc
 ```
 
@@ -14,16 +14,20 @@ such row.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from specjax.drafting.eagle3_config import Eagle3Config
-from specjax.models.attention import Attention
+from specjax.drafting.heads import HeadScores
+from specjax.drafting.heads.draft_head import declare_head
+from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
-from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product, product
+from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, product
 from specjax.models.rope import rotary_angles
 from specjax.models.transformer import Transformer
 
@@ -34,7 +38,7 @@ class Eagle3Output:
     """What one pass of the drafter returns.
 
     Attributes:
-        hidden: `[B,T,D]` after the final norm, for `Eagle3.logits`.
+        hidden: `[B,T,D]` after the final norm, for `Eagle3.scores`.
         next_state: `[B,T,D]`, what stands in the place of fused features in the next recursive step.
         cache: The cache with the T new positions written and `length` advanced by T.
     """
@@ -45,19 +49,19 @@ class Eagle3Output:
 
 
 class Eagle3(PureModule):
-    """The drafter's network: `fuse`, `embed`, a pass, `logits`, each a pure function of `{"params": p}`.
+    """The drafter's network: `fuse`, `embed`, a pass, `scores`, each a pure function of `{"params": p}`.
 
     Example of one recursive step:
         >>> g = model.apply(variables, features, method="fuse")
         >>> output = model.apply(variables, model.apply(variables, tokens, target_embedding, method="embed"), g, cache)
-        >>> logits = model.apply(variables, output.hidden[:, -1:], method="logits")
-        >>> draft = model.apply(variables, jnp.argmax(logits, axis=-1), method="target_ids")
+        >>> scores = model.apply(variables, output.hidden[:, -1:], method="scores")
+        >>> draft = scores.tokens(jnp.argmax(scores.logits, axis=-1))
         >>> g = output.next_state[:, -1:]
 
     Attributes:
         config: Sizes.
         dtype: Compute dtype, and that of the cache; see `Transformer`.
-        param_dtype: Dtype that `init` gives the parameters; `draft_to_target` is int32 whatever it is.
+        param_dtype: Dtype that `init` gives the parameters; token ids are int32 whatever it is.
         attention_implementation: Passed to `cached_attention`.
     """
 
@@ -81,17 +85,9 @@ class Eagle3(PureModule):
         if cfg.fc_norm:
             self.fc_norm = [norm() for _ in range(cfg.num_features)]
         self.fc = self.param("fc", PROJECTION_INIT, (fused_width, width), dtype)
-        self.layers = [
-            _Layer(cfg, dtype, self.attention_implementation, index, name=f"layer_{index}") for index in range(decoder.num_layers)
-        ]
+        self.layers = [_Layer(cfg, dtype, name=f"layer_{index}") for index in range(decoder.num_layers)]
         self.final_norm = norm()
-        if cfg.lm_head_rank is not None:
-            self.lm_head_down = self.param("lm_head_down", PROJECTION_INIT, (cfg.lm_head_rank, width), dtype)
-            self.lm_head_up = self.param("lm_head_up", PROJECTION_INIT, (decoder.vocab_size, cfg.lm_head_rank), dtype)
-        elif cfg.own_head:
-            self.lm_head = self.param("lm_head", PROJECTION_INIT, (cfg.draft_vocab_size, width), dtype)
-        if cfg.trimmed:
-            self.draft_to_target = self.param("draft_to_target", _first_tokens, (cfg.draft_vocab_size,))
+        self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=decoder.vocab_size, dtype=dtype)
 
     def __call__(self, embeddings: jax.Array, state: jax.Array, cache: KVCache, *, step_mask: jax.Array | None = None) -> Eagle3Output:
         """Runs T new positions a row, which stand at `cache.length ... cache.length + T - 1`.
@@ -103,17 +99,43 @@ class Eagle3(PureModule):
             step_mask: `[T,T]` bool among the new rows; `None` is causal.
         """
         decoder, length = self.config.decoder, cache.length
+        options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
+        attends = [attend_cached(cache, index, window=decoder.window(index), **options) for index in range(decoder.num_layers)]
         positions = length[:, None] + jnp.arange(state.shape[1], dtype=jnp.int32)
-        angles = rotary_angles(decoder.rope, decoder.head_dim, positions, cache.context_limit)
-        x, all_keys, all_values = state.astype(self.dtype), [], []
-        for index, layer in enumerate(self.layers):
-            e = embeddings.astype(self.dtype) if index == 0 else None
-            x, keys, values = layer(x, e, cache.keys[index], cache.values[index], length, angles, step_mask)
-            all_keys.append(keys)
-            all_values.append(values)
+        hidden, next_state, kept = self.attend(embeddings, state, positions, attends, context_limit=cache.context_limit)
+        keys, values = zip(*kept, strict=True)
+        cache = dataclasses.replace(cache, keys=keys, values=values, length=length + state.shape[1])
+        return Eagle3Output(hidden=hidden, next_state=next_state, cache=cache)
+
+    def attend(
+        self,
+        embeddings: jax.Array,
+        state: jax.Array,
+        positions: jax.Array,
+        attends: Sequence[Attend],
+        *,
+        context_limit: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, list[Any]]:
+        """A pass whose rows attend to whatever `attends` says: a cache (then it is `__call__`), or the rows of a training step.
+
+        Args:
+            embeddings: `[B,T,D]`.
+            state: `[B,T,D]`.
+            positions: `[B,T]` int32.
+            attends: One for each layer.
+            context_limit: `[B]` int32; see `KVCache`.
+
+        Returns:
+            `hidden` and `next_state` as in `Eagle3Output`, and what each layer's attention keeps.
+        """
+        decoder = self.config.decoder
+        angles = rotary_angles(decoder.rope, decoder.head_dim, positions, context_limit)
+        x, all_kept = state.astype(self.dtype), []
+        for index, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
+            x, kept = layer(x, embeddings.astype(self.dtype) if index == 0 else None, angles, attend)
+            all_kept.append(kept)
         hidden = self.final_norm(x)
-        cache = dataclasses.replace(cache, keys=tuple(all_keys), values=tuple(all_values), length=length + state.shape[1])
-        return Eagle3Output(hidden=hidden, next_state=hidden if self.config.norm_output else x, cache=cache)
+        return hidden, hidden if self.config.norm_output else x, all_kept
 
     def fuse(self, features: jax.Array) -> jax.Array:
         """`[..., C*target_hidden_size]`, the target's features in the order of `feature_layers` → `[..., D]`."""
@@ -137,31 +159,18 @@ class Eagle3(PureModule):
             raise ValueError("this drafter has no embedding of its own: pass the target's as target_embedding")
         return jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)
 
-    def logits(self, hidden: jax.Array, target_head: jax.Array | None = None) -> jax.Array:
-        """`[..., D]` after the final norm → `[..., Vd]` float32, over the drafter's vocabulary; see `target_ids`.
+    def scores(self, hidden: jax.Array, target_head: jax.Array | None = None) -> HeadScores:
+        """`[..., D]` after the final norm → scores of the target's tokens.
 
         Args:
             hidden: `[..., D]`.
-            target_head: `[V,D]`, the target's own array; needed where `own_head` is false, not read otherwise.
+            target_head: `[V,D]`, the target's own array; needed where the head is shared, not read otherwise.
         """
-        if self.config.lm_head_rank is not None:
-            # Two small products; the [V,D] one is never formed.
-            return head_product(head_product(hidden, self.lm_head_down).astype(hidden.dtype), self.lm_head_up)
-        head = self.lm_head if self.config.own_head else target_head
-        if head is None:
-            raise ValueError("this drafter has no LM head of its own: pass the target's as target_head")
-        return head_product(hidden, head)
+        return self.config.head.scores(self.draft_head, hidden, target_head)
 
-    def target_ids(self, draft_ids: jax.Array) -> jax.Array:
-        """Token ids of the target for rows of the drafter's LM head, int32 of the same shape."""
-        return jnp.take(self.draft_to_target, draft_ids, mode="clip") if self.config.trimmed else draft_ids.astype(jnp.int32)
-
-    def target_probs(self, draft_probs: jax.Array) -> jax.Array:
-        """`[B,Vd]` over the drafter's vocabulary → `[B,V]` over the target's, zero for tokens that the drafter does not know."""
-        if not self.config.trimmed:
-            return draft_probs
-        shape = (*draft_probs.shape[:-1], self.config.decoder.vocab_size)
-        return jnp.zeros(shape, draft_probs.dtype).at[..., self.draft_to_target].set(draft_probs)
+    def training_scores(self, hidden: jax.Array, target_head: jax.Array | None = None) -> tuple[HeadScores, ...]:
+        """Every distribution that has to be brought close to the target's; arguments as those of `scores`."""
+        return self.config.head.training_scores(self.draft_head, hidden, target_head)
 
     def init_cache(self, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None, sharding=None) -> KVCache:
         """An empty cache in the compute dtype; see `Transformer.init_cache`."""
@@ -188,11 +197,11 @@ class Eagle3(PureModule):
 class _Layer(nn.Module):
     config: Eagle3Config
     param_dtype: jnp.dtype
-    implementation: str
-    index: int
 
     @nn.compact
-    def __call__(self, x, embeddings, keys, values, length, angles, step_mask):
+    def __call__(
+        self, x: jax.Array, embeddings: jax.Array | None, angles: tuple[jax.Array, jax.Array], attend: Attend
+    ) -> tuple[jax.Array, Any]:
         """Layer 0 attends over embedding and state side by side, the others over the residual stream alone (`embeddings` is `None`)."""
         decoder = self.config.decoder
 
@@ -203,11 +212,6 @@ class _Layer(nn.Module):
         if embeddings is not None:
             x = normed if self.config.norm_before_residual else x
             normed = jnp.concatenate([norm("embedding_norm")(embeddings), normed], axis=-1)
-        attention = Attention(decoder, self.param_dtype, self.implementation, decoder.window(self.index), name="attention")
-        mixed, keys, values = attention(normed, keys, values, length, angles, step_mask)
+        mixed, kept = Attention(decoder, self.param_dtype, name="attention")(normed, angles, attend)
         x = x + mixed
-        return x + FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x)), keys, values
-
-
-def _first_tokens(rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.arange(shape[0], dtype=jnp.int32)
+        return x + FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x)), kept

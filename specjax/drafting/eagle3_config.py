@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 
 from specjax.config import ModelConfig
+from specjax.drafting.heads import DraftHead, FullHead
+from specjax.drafting.heads.draft_head import require_head
 
 _DEFAULT_NUM_FEATURES = 3
 
@@ -38,12 +40,10 @@ class Eagle3Config:
     Attributes:
         decoder: Its layers: `hidden_size` is D, `vocab_size` is V, that of the target; the rotary embedding is the drafter's own.
         target_hidden_size: Width of the target's features.
-        draft_vocab_size: Vd, rows of the LM head; less than V if it covers a part of the vocabulary.
+        head: Its LM head; a shared one is the target's, which is then as wide as the drafter.
         feature_layers: Boundaries of the target whose features are fused, in ascending order; `None` are `default_feature_layers` of the
             target's depth, which have to be three.
-        lm_head_rank: R of a low-rank LM head `up(down(h))`; `None` is a full one.
         own_embedding: The drafter has an embedding; otherwise it uses the target's, which is then as wide as it is.
-        own_head: The drafter has an LM head; otherwise it uses the target's.
         fc_norm: The features of each boundary are normed before `fc`, each with its own scale.
         norm_before_fc: The features of all boundaries are normed together before `fc`.
         norm_before_residual: The residual branch of layer 0 starts from the normed `g`, not from `g`.
@@ -55,11 +55,9 @@ class Eagle3Config:
 
     decoder: ModelConfig
     target_hidden_size: int
-    draft_vocab_size: int
+    head: DraftHead = FullHead()
     feature_layers: tuple[int, ...] | None = None
-    lm_head_rank: int | None = None
     own_embedding: bool = False
-    own_head: bool = True
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
@@ -67,12 +65,11 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         decoder, width = self.decoder, self.decoder.hidden_size
-        for name in ("target_hidden_size", "draft_vocab_size", *(() if self.lm_head_rank is None else ("lm_head_rank",))):
-            value = getattr(self, name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value > 0,
-                f"Eagle3Config.{name} must be a positive int, got {value!r}",
-            )
+        value = self.target_hidden_size
+        _require(
+            isinstance(value, int) and not isinstance(value, bool) and value > 0,
+            f"Eagle3Config.target_hidden_size must be a positive int, got {value!r}",
+        )
         layers = self.feature_layers
         if layers is not None:
             boundaries = isinstance(layers, tuple) and len(layers) > 0 and min(layers) >= 0
@@ -83,39 +80,18 @@ class Eagle3Config:
         _require(decoder.moe is None, "Eagle3Config.decoder.moe must be None: a drafter's layers are dense")
         _require(
             not decoder.tie_word_embeddings,
-            "Eagle3Config.decoder.tie_word_embeddings must be False: own_embedding and own_head say what there is",
+            "Eagle3Config.decoder.tie_word_embeddings must be False: own_embedding and head say what there is",
         )
+        require_head("Eagle3Config.head", self.head, hidden_size=width, vocab_size=decoder.vocab_size)
         _require(
-            self.draft_vocab_size <= decoder.vocab_size,
-            f"Eagle3Config.draft_vocab_size must be at most the target's vocabulary of {decoder.vocab_size}, got {self.draft_vocab_size}",
-        )
-        _require(
-            self.own_head or not self.trimmed,
-            f"Eagle3Config.own_head must be True for a part of the vocabulary: {self.draft_vocab_size} of {decoder.vocab_size} tokens",
-        )
-        _require(
-            (self.own_embedding and self.own_head) or self.target_hidden_size == width,
+            (self.own_embedding and not self.head.shared) or self.target_hidden_size == width,
             "Eagle3Config: without an embedding and an LM head of its own a drafter must be as wide as its target; its hidden_size is "
             f"{width}, target_hidden_size is {self.target_hidden_size}",
         )
-        if self.lm_head_rank is not None:
-            _require(self.own_head, "Eagle3Config.lm_head_rank needs own_head")
-            _require(
-                self.lm_head_rank <= width, f"Eagle3Config.lm_head_rank must be at most hidden_size = {width}, got {self.lm_head_rank}"
-            )
-            _require(
-                not self.trimmed,
-                f"Eagle3Config.lm_head_rank excludes a pruned vocabulary: {self.draft_vocab_size} of {decoder.vocab_size} tokens",
-            )
         _require(
             not (self.fc_norm and self.norm_before_fc),
             "Eagle3Config.fc_norm and norm_before_fc exclude each other: published implementations disagree on what both would mean",
         )
-
-    @property
-    def trimmed(self) -> bool:
-        """Whether the drafter's vocabulary is a part of the target's."""
-        return self.draft_vocab_size < self.decoder.vocab_size
 
     @property
     def num_features(self) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
+from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
 from specjax.drafting.pick import draft_of, pick
 from specjax.models.kv_cache import KVCache
 from specjax.sampling import SamplingParams, split_row_keys
@@ -35,7 +36,7 @@ def eagle3_params(model: Eagle3, params: Mapping[str, Any], target: ModelConfig,
         target_params: The target's params.
     """
     shared = {} if model.config.own_embedding else {_EMBEDDING: target_params["embedding"]}
-    if not model.config.own_head:
+    if model.config.head.shared:
         shared[_HEAD] = target_params["embedding" if target.tie_word_embeddings else "lm_head"]
     return {_NETWORK: params, **shared}
 
@@ -98,11 +99,13 @@ class Eagle3Drafter:
             )
         needed = [_NETWORK]
         needed += [] if settled.own_embedding else [_EMBEDDING]
-        needed += [] if settled.own_head else [_HEAD]
+        needed += [_HEAD] if settled.head.shared else []
         if not isinstance(params, Mapping) or any(name not in params for name in needed):
             found = ", ".join(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(f"drafter_params must have {', '.join(needed)}, got {found}: make them with eagle3_params")
-        window = settled.decoder.max_position_embeddings
+        decoder = settled.decoder
+        check_head(settled.head, params[_NETWORK].get(DRAFT_HEAD), hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size)
+        window = decoder.max_position_embeddings
         if max_length is not None and max_length > window:
             warnings.warn(
                 f"this call may reach {max_length} tokens, the drafter was made for {window}: beyond that few drafts may be accepted",
@@ -138,14 +141,10 @@ class Eagle3Drafter:
         model, variables = self.model, {"params": params[_NETWORK]}
         hidden, next_state, cache, picks = state.hidden, state.next_state, state.cache, []
         for step, key in enumerate(split_row_keys(row_keys, num_speculative_tokens)):
-            logits = model.apply(variables, hidden[:, 0], params.get(_HEAD), method="logits")
-            one = pick(logits, sampling, key)
-            # From rows of the drafter's LM head to the target's vocabulary.
-            tokens = model.apply(variables, one.tokens, method="target_ids")
-            probs = None if one.probs is None else model.apply(variables, one.probs, method="target_probs")
-            picks.append(dataclasses.replace(one, tokens=tokens, probs=probs))
+            scores = model.apply(variables, hidden[:, 0], params.get(_HEAD), method="scores")
+            picks.append(pick(scores, sampling, key, vocab_size=model.config.decoder.vocab_size))
             if step < num_speculative_tokens - 1:
-                embeddings = model.apply(variables, tokens[:, None], params.get(_EMBEDDING), method="embed")
+                embeddings = model.apply(variables, picks[-1].tokens[:, None], params.get(_EMBEDDING), method="embed")
                 output = model.apply(variables, embeddings, next_state, cache)
                 hidden, next_state, cache = output.hidden, output.next_state, output.cache
         return draft_of(picks), dataclasses.replace(state, cache=cache)

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specjax.drafting.heads import HeadScores
 from specjax.sampling import SamplingParams, filtered_probs, sample_from_probs
 from specjax.state import Draft
 
@@ -16,7 +17,7 @@ class Pick:
     """One position of a draft.
 
     Attributes:
-        tokens: `[B]` int32, rows of the scores.
+        tokens: `[B]` int32, in the target's vocabulary.
         probs: `[B,V]` float32, what they were sampled from; `None` if they are the arg-max.
         usable: `[B]` bool; a distribution that cannot be sampled ends the draft before it.
     """
@@ -26,20 +27,22 @@ class Pick:
     usable: jax.Array
 
 
-def pick(logits: jax.Array, sampling: SamplingParams | None, row_keys: jax.Array) -> Pick:
-    """The arg-max, or a sample with the call's own temperature, top-k and top-p.
+def pick(scores: HeadScores, sampling: SamplingParams | None, row_keys: jax.Array, *, vocab_size: int) -> Pick:
+    """The arg-max, or a sample with the call's own temperature, top-k and top-p, of the tokens that have scores.
 
     Args:
-        logits: `[B,V]` float32.
+        scores: `[B,M]`.
         sampling: Fields `[B]`, or `None` for the arg-max.
         row_keys: `[B]` typed keys.
+        vocab_size: V.
     """
-    usable = jnp.isfinite(logits.max(axis=-1))
-    logits = jnp.where(usable[:, None], logits, 0.0)
+    usable = jnp.isfinite(scores.logits.max(axis=-1))
+    logits = jnp.where(usable[:, None], scores.logits, 0.0)
     if sampling is None:
-        return Pick(tokens=jnp.argmax(logits, axis=-1).astype(jnp.int32), probs=None, usable=usable)
+        return Pick(tokens=scores.tokens(jnp.argmax(logits, axis=-1)), probs=None, usable=usable)
     probs = filtered_probs(logits[:, None], sampling)[:, 0]
-    return Pick(tokens=sample_from_probs(row_keys, probs), probs=probs, usable=usable)
+    tokens = scores.tokens(sample_from_probs(row_keys, probs))
+    return Pick(tokens=tokens, probs=scores.over_vocabulary(probs, vocab_size), usable=usable)
 
 
 def draft_of(picks: list[Pick]) -> Draft:

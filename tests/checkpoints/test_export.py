@@ -21,6 +21,7 @@ from specjax.checkpoints.kinds import build_model
 from specjax.checkpoints.source import check_source, read_params
 from specjax.checkpoints.store import save_checkpoint
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.medusa import MedusaConfig
 from tests.checkpoints.published_drafters import DRAFT_VOCAB_SIZE, KEPT_IDS, eagle3_tensors, official_config, write_drafter
 
@@ -28,9 +29,11 @@ SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, max_position_embeddings=128
 )
 
+PRUNED = TrimmedHead(num_tokens=DRAFT_VOCAB_SIZE)
+
 
 def drafter(decoder: dict[str, Any] | None = None, **fields: Any) -> Eagle3Config:
-    return Eagle3Config(decoder=ModelConfig(**SIZES | (decoder or {})), **dict(target_hidden_size=32, draft_vocab_size=96) | fields)
+    return Eagle3Config(decoder=ModelConfig(**SIZES | (decoder or {})), **dict(target_hidden_size=32) | fields)
 
 
 def random_params(config: Any, dtype: Any = jnp.float32) -> dict:
@@ -40,8 +43,8 @@ def random_params(config: Any, dtype: Any = jnp.float32) -> dict:
     params = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), jax.eval_shape(model.init_params, jax.random.key(0))
     )
-    if "draft_to_target" in params:
-        params["draft_to_target"] = jnp.asarray(KEPT_IDS, jnp.int32)
+    if "token_ids" in params.get("draft_head", {}):
+        params["draft_head"]["token_ids"] = jnp.asarray(KEPT_IDS if config.head == PRUNED else np.arange(96), jnp.int32)
     return params
 
 
@@ -58,12 +61,12 @@ def assert_reads_back(folder: Path, config: Eagle3Config, params: dict) -> None:
 
 
 DRAFTERS = {
-    "pruned vocabulary": drafter(draft_vocab_size=DRAFT_VOCAB_SIZE),
+    "pruned vocabulary": drafter(head=PRUNED),
     "whole vocabulary, own embedding": drafter(own_embedding=True, feature_layers=(0, 3, 6)),
-    "the target's embedding and head": drafter(own_head=False, feature_layers=(1, 4)),
-    "low rank": drafter(lm_head_rank=8),
+    "the target's embedding and head": drafter(head=FullHead(shared=True), feature_layers=(1, 4)),
+    "low rank": drafter(head=LowRankHead(rank=8)),
     "a target of another width": drafter(target_hidden_size=64, own_embedding=True, feature_layers=(2, 15, 27)),
-    "two layers, biases": drafter(dict(num_layers=2, qkv_bias=True, output_bias=True, mlp_bias=True), draft_vocab_size=DRAFT_VOCAB_SIZE),
+    "two layers, biases": drafter(dict(num_layers=2, qkv_bias=True, output_bias=True, mlp_bias=True), head=PRUNED),
     "EAGLE-3.1": drafter(fc_norm=True, norm_output=True, norm_before_residual=True),
     "norm before fc": drafter(norm_before_fc=True),
     "layers whose ids look like outputs": drafter(feature_layers=(1, 2, 4)),
@@ -121,7 +124,7 @@ def test_names_shapes_and_fields_are_the_official_ones(tmp_path: Path, rank: int
 def test_the_command_exports_a_checkpoint(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(export_command)
-    config = drafter(draft_vocab_size=DRAFT_VOCAB_SIZE)
+    config = drafter(head=PRUNED)
     params = random_params(config, jnp.bfloat16)
     save_checkpoint(tmp_path / "checkpoint", config, params)
     arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "out")]
@@ -142,8 +145,11 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path) -> None:
         (drafter(dict(attention_sinks=True)), "cannot express attention_sinks = True"),
         (drafter(dict(activation="clamped_swiglu")), "cannot express activation = 'clamped_swiglu'"),
         (drafter(dict(qkv_bias=True)), "cannot express output_bias = False"),
-        (drafter(lm_head_rank=7), "lm_head_rank 7 cannot be written"),
-        (drafter(lm_head_rank=32), "lm_head_rank 32 cannot be written"),
+        (drafter(head=LowRankHead(rank=7)), r"cannot express rank 7 of a low-rank head: it has hidden_size \(32\) divided by"),
+        (drafter(head=LowRankHead(rank=32)), "cannot express rank 32 of a low-rank head"),
+        (drafter(head=ScreenedHead(rank=8, num_candidates=16)), r"cannot express head = ScreenedHead\(rank=8, num_candidates=16"),
+        (drafter(head=FullHead(bias=True)), r"cannot express head = FullHead\(shared=False, bias=True\)"),
+        (drafter(head=TrimmedHead(num_tokens=96)), r"cannot express head = TrimmedHead\(num_tokens=96\) over 96 tokens"),
         (
             drafter(dict(rope=RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=64))),
             "cannot express decoder.max_position_embeddings = 128",

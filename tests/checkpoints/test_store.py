@@ -232,8 +232,8 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "saved")
     manifest = tmp_path / "saved" / "specjax.json"
     saved = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(saved | {"format_version": 3}))
-    with pytest.raises(ValueError, match="checkpoint format 3, this version of specjax reads up to 2: upgrade specjax"):
+    manifest.write_text(json.dumps(saved | {"format_version": 4}))
+    with pytest.raises(ValueError, match="checkpoint format 4, this version of specjax reads up to 3: upgrade specjax"):
         load_checkpoint(tmp_path / "saved")
     manifest.write_text(json.dumps(saved | {"kind": "eagle9"}))
     with pytest.raises(ValueError, match="knows checkpoints of kind transformer.*, not 'eagle9': upgrade specjax"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specjax.checkpoints.store import save_checkpoint
 from specjax.commands.describe import describe
 from specjax.commands.main import app
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import TrimmedHead
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf
 from tests.helpers import tiny_config, tiny_target
 
@@ -39,7 +41,7 @@ def test_a_checkpoint_of_ours_is_described(tmp_path: Path) -> None:
     # Keys and values of 2 layers, 3 rows, 2 heads of 8 numbers, 100 tokens.
     assert found["cache_bytes"] == 2 * 2 * 3 * 2 * 8 * 100 * 4
     assert (found["name"], found["architecture"], found["kind"], found["is_whole"]) == ("tiny", "LlamaForCausalLM", "transformer", True)
-    assert found["format"] == "specjax, format 2"
+    assert found["format"] == "specjax, format 3"
     assert config_from_dict(found["config"]) == model.config
 
 
@@ -94,14 +96,17 @@ def test_a_gguf_file_is_described(tmp_path: Path) -> None:
 
 
 def test_a_drafter_is_described(tmp_path: Path) -> None:
-    config = Eagle3Config(decoder=tiny_config(num_layers=1), target_hidden_size=32, draft_vocab_size=16)
+    config = Eagle3Config(decoder=tiny_config(num_layers=1), target_hidden_size=32, head=TrimmedHead(num_tokens=16))
     model = build_model(config, np.float32)
     save_checkpoint(tmp_path / "drafter", config, model.init_params(jax.random.key(0)))
     found = describe(tmp_path / "drafter", context=10, dtype="float32")
     assert (found.kind, found.is_whole) == ("eagle3", True)
     assert found.cache_bytes == 2 * 2 * 8 * 10 * 4
     assert set(found.stored) == {"float32", "int32"}
-    assert run(tmp_path / "drafter")[0] == 0
+    assert found.to_json()["config"]["head"] == {"kind": "trimmed", "num_tokens": 16}
+    code, output = run(tmp_path / "drafter")
+    assert code == 0
+    assert re.search(r"head +trimmed *\n *head.num_tokens +16 *\n", output)
 
 
 @pytest.mark.parametrize(

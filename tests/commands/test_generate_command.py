@@ -17,6 +17,7 @@ from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import TrimmedHead
 from specjax.drafting.medusa import MedusaConfig
 from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
@@ -87,7 +88,7 @@ def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: lis
 def test_an_eagle3_drafter_gives_the_same_text_and_says_what_it_shares(target: Path, tmp_path: Path) -> None:
     model = read_model(target)
     decoder = tiny_config(num_layers=1, vocab_size=model.config.vocab_size, hidden_size=model.config.hidden_size)
-    config = Eagle3Config(decoder=decoder, target_hidden_size=decoder.hidden_size, draft_vocab_size=16, feature_layers=(0, 1))
+    config = Eagle3Config(decoder=decoder, target_hidden_size=decoder.hidden_size, head=TrimmedHead(num_tokens=16), feature_layers=(0, 1))
     network = build_model(config, jnp.float32)
     save_checkpoint(tmp_path / "drafter", config, network.init_params(jax.random.key(0)))
     words = (target, "hello", "--max-new-tokens", 8, "--num-speculative-tokens", 2, "--drafter")

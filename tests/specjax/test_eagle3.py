@@ -14,6 +14,7 @@ import pytest
 from specjax import KVCache, ModelConfig, RopeConfig
 from specjax.drafting.eagle3 import Eagle3, Eagle3Output
 from specjax.drafting.eagle3_config import Eagle3Config, default_feature_layers
+from specjax.drafting.heads import FullHead, LowRankHead, TrimmedHead
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
 from tests.helpers import FLOAT32_TOLERANCE, VOCAB_SIZE, tiny_config
@@ -22,7 +23,7 @@ NUM_TOKENS, CAPACITY, WIDTH = 9, 16, 32
 
 
 def drafter_config(decoder: dict[str, Any] | None = None, **changes: Any) -> Eagle3Config:
-    fields = dict(decoder=tiny_config(**dict(num_layers=1) | (decoder or {})), target_hidden_size=WIDTH, draft_vocab_size=VOCAB_SIZE)
+    fields = dict(decoder=tiny_config(**dict(num_layers=1) | (decoder or {})), target_hidden_size=WIDTH)
     return Eagle3Config(**fields | changes)
 
 
@@ -109,79 +110,33 @@ def test_the_state_fed_back_is_normed_only_where_the_config_says() -> None:
         assert np.array_equal(output.hidden, output.next_state) is norm_output
 
 
-def test_a_low_rank_head_equals_its_materialised_product() -> None:
-    for rank in (1, 8, WIDTH):
-        model, params = random_drafter(drafter_config(lm_head_rank=rank))
-        assert params["lm_head_down"].shape == (rank, WIDTH)
-        assert params["lm_head_up"].shape == (VOCAB_SIZE, rank)
-        dense, _ = random_drafter(drafter_config())
-        product = jnp.matmul(params["lm_head_up"], params["lm_head_down"], precision="highest")
-        dense_params = {**params, "lm_head": product}
-        hidden = inputs()[0]
-        logits = model.apply({"params": params}, hidden, method="logits")
-        expected = dense.apply({"params": dense_params}, hidden, method="logits")
-        assert logits.dtype == jnp.float32
-        assert float(expected.std()) > 0.3
-        np.testing.assert_allclose(logits, expected, atol=1e-4)  # sums of 32 products of order 1, in another order
-
-
-def test_the_low_rank_heads_product_is_never_formed() -> None:
-    model, params = random_drafter(drafter_config(lm_head_rank=8))
-    hidden = inputs()[0]
-
-    def shapes(function: Any, *arguments: Any) -> set[tuple[int, ...]]:
-        """Of every intermediate result of the gradient, in functions that it calls too."""
-        pending, found = [jax.make_jaxpr(jax.grad(lambda p, x: function(p, x).sum()))(*arguments).jaxpr], set()
-        while pending:
-            for equation in pending.pop().eqns:
-                found |= {tuple(variable.aval.shape) for variable in equation.outvars}
-                pending += [getattr(value, "jaxpr", value) for value in equation.params.values() if hasattr(value, "eqns")]
-        return found
-
-    def logits(params: dict, hidden: jax.Array) -> jax.Array:
-        return model.apply({"params": params}, hidden, method="logits")
-
-    def materialised(params: dict, hidden: jax.Array) -> jax.Array:
-        return jnp.einsum("btd,vr,rd->btv", hidden, params["lm_head_up"], params["lm_head_down"], optimize=[(1, 2), (0, 1)])
-
-    product = {(VOCAB_SIZE, WIDTH), (WIDTH, VOCAB_SIZE)}
-    assert not shapes(logits, params, hidden) & product
-    assert shapes(materialised, params, hidden) & product
-
-
-def test_a_pruned_vocabulary_maps_to_the_targets_ids() -> None:
-    model, params = random_drafter(drafter_config(draft_vocab_size=20))
-    assert params["lm_head"].shape == (20, WIDTH)
-    ids = model.apply({"params": params}, jnp.arange(20).reshape(4, 5), method="target_ids")
-    np.testing.assert_array_equal(ids, params["draft_to_target"].reshape(4, 5))
-    assert ids.dtype == jnp.int32
-    fresh = jax.jit(lambda rng: model.init_params(rng)["draft_to_target"])(jax.random.key(0))
-    np.testing.assert_array_equal(fresh, np.arange(20))
-
-
 def test_the_targets_embedding_and_head_are_used_where_there_is_no_own() -> None:
-    shared, params = random_drafter(drafter_config(own_head=False))
-    assert not {"embedding", "lm_head", "draft_to_target"} & params.keys()
+    shared, params = random_drafter(drafter_config(head=FullHead(shared=True)))
+    assert not {"embedding", "draft_head"} & params.keys()
     own, own_params = random_drafter(drafter_config(own_embedding=True))
     tokens, hidden = jnp.asarray([[3, 5, 63]]), inputs()[0]
-    for method, argument, name in (("embed", tokens, "embedding"), ("logits", hidden, "lm_head")):
+    for method, argument, theirs in (("embed", tokens, own_params["embedding"]), ("scores", hidden, own_params["draft_head"]["lm_head"])):
         expected = own.apply({"params": own_params}, argument, method=method)
-        np.testing.assert_array_equal(shared.apply({"params": params}, argument, own_params[name], method=method), expected)
+        assert_same(shared.apply({"params": params}, argument, theirs, method=method), expected)
         # An own one is not replaced by what is passed.
-        np.testing.assert_array_equal(own.apply({"params": own_params}, argument, own_params[name] + 1, method=method), expected)
-        with pytest.raises(ValueError, match="of its own: pass the target's"):
+        assert_same(own.apply({"params": own_params}, argument, theirs + 1, method=method), expected)
+        with pytest.raises(ValueError, match="of its own: pass the"):
             shared.apply({"params": params}, argument, method=method)
 
 
+def assert_same(left: Any, right: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
 def test_bfloat16_drafters_compute_in_bfloat16_and_score_in_float32() -> None:
-    model = Eagle3(drafter_config(draft_vocab_size=20, fc_norm=True))
+    model = Eagle3(drafter_config(head=TrimmedHead(num_tokens=20), fc_norm=True))
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16", "int32"}
     state = model.apply({"params": params}, jnp.ones((1, 2, 3 * WIDTH)), method="fuse")
     output = run(model, params, state, state, model.init_cache(batch_size=1, capacity=2))
     assert output.hidden.dtype == output.next_state.dtype == output.cache.keys[0].dtype == jnp.bfloat16
-    assert model.apply({"params": params}, output.hidden, method="logits").dtype == jnp.float32
+    assert model.apply({"params": params}, output.hidden, method="scores").logits.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -207,7 +162,7 @@ def test_a_drafter_for_another_target_is_refused() -> None:
     assert drafter_config(feature_layers=(0, 3, 6)).for_target(target).feature_layers == (0, 3, 6)
     for config, message in (
         (drafter_config(feature_layers=(0, 3, 7)), r"boundaries from 0 to the target's 6, got \(0, 3, 7\)"),
-        (drafter_config(dict(vocab_size=65), draft_vocab_size=20), "vocabulary of 65 tokens, the target has 64"),
+        (drafter_config(dict(vocab_size=65)), "vocabulary of 65 tokens, the target has 64"),
         (drafter_config(target_hidden_size=64, own_embedding=True), "target of width 64, this one has 32"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -218,16 +173,15 @@ def test_a_drafter_for_another_target_is_refused() -> None:
     ("changes", "message"),
     [
         (dict(target_hidden_size=0), "target_hidden_size must be a positive int, got 0"),
-        (dict(draft_vocab_size=VOCAB_SIZE + 1), "draft_vocab_size must be at most the target's vocabulary of 64, got 65"),
+        (dict(head=TrimmedHead(num_tokens=65)), "TrimmedHead.num_tokens must be at most vocab_size = 64, got 65"),
+        (dict(head=LowRankHead(rank=33)), "LowRankHead.rank must be at most hidden_size = 32, got 33"),
+        (dict(head=FullHead), r"Eagle3Config.head must be a draft head such as FullHead\(\).*, got <class"),
+        (dict(head=None), "Eagle3Config.head must be a draft head .*, got None"),
         (dict(feature_layers=(3, 1)), r"ascending boundaries from 0 on, got \(3, 1\)"),
         (dict(feature_layers=(2, 2)), "ascending boundaries"),
         (dict(feature_layers=[1, 2]), "must be a tuple"),
         (dict(feature_layers=()), "ascending boundaries"),
-        (dict(lm_head_rank=0), "lm_head_rank must be a positive int, got 0"),
-        (dict(lm_head_rank=33), "lm_head_rank must be at most hidden_size = 32, got 33"),
-        (dict(lm_head_rank=8, draft_vocab_size=20), "lm_head_rank excludes a pruned vocabulary: 20 of 64"),
-        (dict(lm_head_rank=8, own_head=False), "lm_head_rank needs own_head"),
-        (dict(own_head=False, draft_vocab_size=20), "own_head must be True for a part of the vocabulary"),
+        (dict(target_hidden_size=64, own_embedding=True, head=FullHead(shared=True)), "without an embedding and an LM head of its own"),
         (dict(target_hidden_size=64), "without an embedding and an LM head of its own"),
         (dict(fc_norm=True, norm_before_fc=True), "exclude each other"),
         (dict(decoder=dict(tie_word_embeddings=True)), "tie_word_embeddings must be False"),

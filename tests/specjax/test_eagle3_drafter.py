@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -12,21 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import BlockVerification, GenerateConfig, RejectionSampling, SamplingParams, speculative_generate
-from specjax.drafting.eagle3 import Eagle3
-from specjax.drafting.eagle3_config import Eagle3Config
-from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
+from specjax import BlockVerification, GenerateConfig, SamplingParams, speculative_generate
+from specjax.drafting.eagle3_drafter import Eagle3Drafter
+from specjax.drafting.heads import TrimmedHead
 from specjax.state import Commit, Context, Draft, PrefillChunk
+from tests.drafters import LAYERS, REJECTION, eagle3, emitted_p_value, small_target
 from tests.helpers import (
     FLOAT32_TOLERANCE,
     MIN_P_VALUE,
     NUM_TOKENS,
     VOCAB_SIZE,
     ReplayDrafter,
-    chi_square_p_value,
     greedy_text,
-    numpy_filtered_probs,
-    numpy_forward,
     random_model,
     random_prompts,
     recorded,
@@ -36,45 +32,13 @@ from tests.helpers import (
 
 PROMPTS = random_prompts()
 LENGTHS = [len(prompt) for prompt in PROMPTS]
-LAYERS = (0, 1, 2)
 NETWORKS: dict[str, dict[str, Any]] = {
     "full head": {},
-    "pruned vocabulary": dict(draft_vocab_size=24),
-    "low-rank head": dict(lm_head_rank=4),
-    "head of the target": dict(own_head=False),
     "own embedding, norms": dict(own_embedding=True, fc_norm=True, norm_output=True, norm_before_residual=True),
 }
 
 
-def eagle3(target: Any, target_params: dict, *, seed: int = 0, **changes: Any) -> tuple[Eagle3Drafter, dict]:
-    """A random network for a target; as wide as it, so that embedding and head can be shared."""
-    cfg = target.config
-    sizes = dict(hidden_size=cfg.hidden_size, vocab_size=cfg.vocab_size, num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads)
-    decoder = tiny_config(num_layers=1, intermediate_size=24, head_dim=cfg.head_dim, **sizes)
-    fields = dict(decoder=decoder, target_hidden_size=cfg.hidden_size, draft_vocab_size=cfg.vocab_size, feature_layers=LAYERS)
-    config = Eagle3Config(**fields | changes)
-    model = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)
-    rng = np.random.default_rng(seed)
-
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if leaf.dtype == jnp.int32:
-            return jnp.asarray(np.sort(rng.permutation(cfg.vocab_size)[: leaf.shape[0]]), jnp.int32)
-        if leaf.ndim == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
-        fan_in = leaf.shape[-1] if str(path[-1].key).startswith("lm_head") else leaf.shape[0]
-        return jnp.asarray(rng.normal(0, 2 * fan_in**-0.5, leaf.shape), jnp.float32)
-
-    params = jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init_params, jax.random.key(0)))
-    return Eagle3Drafter(model), eagle3_params(model, params, cfg, target_params)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pruned vocabulary",
-        *(pytest.param(name, marks=pytest.mark.full) for name in NETWORKS if name != "pruned vocabulary"),
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param("full head", marks=pytest.mark.full), "own embedding, norms"])
 def test_greedy_speculative_equals_plain_with_eagle3(name: str, full_grid: bool) -> None:
     target, target_params = tiny_target()
     drafter, params = eagle3(target, target_params, **NETWORKS[name])
@@ -180,63 +144,24 @@ def test_a_continuation_drafts_as_one_call_would() -> None:
     )
 
 
-SMALL_VOCAB, NUM_EMITTED, NUM_ROWS = 5, 3, 4096
-SETTING = (0.8, 4, 0.9)
-
-
-@functools.cache
-def small_target() -> tuple[Any, dict]:
-    sizes = dict(vocab_size=SMALL_VOCAB, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4)
-    model, params = random_model(tiny_config(**sizes), seed=0)
-    return model, params | {"lm_head": params["lm_head"] * 0.5}
-
-
-REJECTION, BLOCK = RejectionSampling(), BlockVerification()
-LAWS = {
-    "pruned": (REJECTION, dict(draft_vocab_size=3)),
-    "low-rank": (BLOCK, dict(lm_head_rank=2)),
-    "full": (REJECTION, dict()),
-    "pruned, block": (BLOCK, dict(draft_vocab_size=3)),
-}
-
-
-@pytest.mark.parametrize("name", ["pruned", *(pytest.param(name, marks=pytest.mark.full) for name in LAWS if name != "pruned")])
-def test_sampled_text_follows_the_exact_law_of_the_target(name: str) -> None:
-    rule, head = LAWS[name]
-    target, target_params = small_target()
-    drafter, params = eagle3(target, target_params, **head)
-    prompt = [3, 1, 4, 1]
-    output = speculative_generate(
-        target,
-        target_params,
-        drafter,
-        params,
-        np.tile(np.int32(prompt), (NUM_ROWS, 1)),
-        config=GenerateConfig(max_new_tokens=NUM_EMITTED, num_speculative_tokens=2, do_sample=True, verification=rule),
-        sampling=SamplingParams(*SETTING),
-        rng=jax.random.key(5),
-    )
-    assert 0.05 < output.statistics.draft_acceptance_rate < 0.95
-    law = np.ones((SMALL_VOCAB,) * NUM_EMITTED)
-    for length in range(NUM_EMITTED):
-        for prefix in itertools.product(range(SMALL_VOCAB), repeat=length):
-            probs = numpy_filtered_probs(numpy_forward(target.config, target_params, [*prompt, *prefix])[-1], *SETTING)
-            law[prefix] *= probs.reshape(-1, *[1] * (NUM_EMITTED - length - 1))
-    counts = np.zeros(law.shape)
-    np.add.at(counts, tuple(np.asarray(output.tokens).T), 1)
-    assert chi_square_p_value(counts, law) > MIN_P_VALUE
+@pytest.mark.parametrize("rule", [REJECTION, pytest.param(BlockVerification(), marks=pytest.mark.full)], ids=["rejection", "block"])
+def test_sampled_text_follows_the_exact_law_of_the_target(rule: Any) -> None:
+    drafter, params = eagle3(*small_target(), head=TrimmedHead(num_tokens=3))
+    p_value, acceptance_rate = emitted_p_value(drafter, params, setting=(0.8, 4, 0.9), rule=rule)
+    assert p_value > MIN_P_VALUE
+    assert 0.05 < acceptance_rate < 0.95
 
 
 @pytest.mark.full
 def test_the_recorded_distribution_lies_over_the_targets_vocabulary() -> None:
     target, target_params = tiny_target()
-    drafter, params = eagle3(target, target_params, draft_vocab_size=24)
+    drafter, params = eagle3(target, target_params, head=TrimmedHead(num_tokens=24))
     state = fresh_state(target, target_params, drafter, params, [PROMPTS[1]])
     context = Context(tokens=jnp.asarray([PROMPTS[1]], jnp.int32), length=jnp.array([len(PROMPTS[1])], jnp.int32))
     keys = jax.random.split(jax.random.key(0), 1)
     draft, _ = drafter.propose(params, state, context, num_speculative_tokens=3, sampling=SamplingParams(1.0).broadcast(1), row_keys=keys)
     assert draft.probs.shape == (1, 3, VOCAB_SIZE)
-    known = np.asarray(params["network"]["draft_to_target"])
+    known = np.asarray(params["network"]["draft_head"]["token_ids"])
     unknown = np.setdiff1d(np.arange(VOCAB_SIZE), known)
     np.testing.assert_allclose(draft.probs.sum(-1), 1.0, rtol=1e-5)
     assert (draft.probs[..., unknown] == 0).all()
@@ -252,6 +177,14 @@ def test_what_does_not_fit_is_refused_before_compiling() -> None:
         speculative_generate(*other, drafter, params, PROMPTS, config=config)
     with pytest.raises(ValueError, match=r"must have network, target_embedding, got embedding.*: make them with eagle3_params"):
         speculative_generate(target, target_params, drafter, target_params, PROMPTS, config=config)
+    network, head = params["network"], params["network"]["draft_head"]
+    for broken, message in (
+        ({}, r"FullHead: draft_head.lm_head should have shape \[64, 32\], it is missing"),
+        (dict(draft_head={"lm_head": head["lm_head"][:5]}), r"draft_head.lm_head should have shape \[64, 32\], it has shape \[5, 32\]"),
+    ):
+        kept = {name: leaf for name, leaf in network.items() if name != "draft_head"}
+        with pytest.raises(ValueError, match=message):
+            speculative_generate(target, target_params, drafter, params | {"network": kept | broken}, PROMPTS, config=config)
     unsettled = Eagle3Drafter(drafter.model.clone(config=dataclasses.replace(drafter.model.config, feature_layers=None)))
     with pytest.raises(ValueError, match="use Eagle3Drafter.for_target"):
         speculative_generate(target, target_params, unsettled, params, PROMPTS, config=config)

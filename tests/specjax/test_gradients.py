@@ -12,6 +12,7 @@ import pytest
 from specjax import Transformer
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import LowRankHead, TrimmedHead
 from tests.helpers import random_model, tiny_config
 
 # float32 sums of some hundred terms in another order, as a share of an array's largest gradient.
@@ -47,23 +48,26 @@ def test_the_gradient_of_several_passes_over_a_cache_is_that_of_one_pass() -> No
     np.testing.assert_allclose(forward, sum(products), atol=100 * TOLERANCE * max(map(abs, products)))
 
 
-MORE = [pytest.param(changes, marks=pytest.mark.full) for changes in (dict(draft_vocab_size=40), dict(norm_output=True, fc_norm=True))]
+MORE = [
+    pytest.param(changes, marks=pytest.mark.full)
+    for changes in (dict(head=TrimmedHead(num_tokens=40)), dict(norm_output=True, fc_norm=True))
+]
 
 
-@pytest.mark.parametrize("changes", [dict(lm_head_rank=4), *MORE])
+@pytest.mark.parametrize("changes", [dict(head=LowRankHead(rank=4)), *MORE])
 def test_every_parameter_of_an_eagle3_drafter_has_a_gradient_through_a_recursive_step(changes: dict) -> None:
-    config = Eagle3Config(**(dict(decoder=tiny_config(num_layers=2), target_hidden_size=32, draft_vocab_size=64) | changes))
+    config = Eagle3Config(**(dict(decoder=tiny_config(num_layers=2), target_hidden_size=32) | changes))
     drafter = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)
     params = drafter.init_params(jax.random.key(0))
-    fixed = {name: params.pop(name) for name in ("draft_to_target",) if name in params}
+    fixed = {name: params["draft_head"].pop(name) for name in ("token_ids",) if name in params["draft_head"]}
     features, embeddings = (jax.random.normal(jax.random.key(width), (2, 5, width)) for width in (96, 32))
 
     def loss(params: Any) -> jax.Array:
-        variables = {"params": params | fixed}
+        variables = {"params": params | {"draft_head": params["draft_head"] | fixed}}
         state = drafter.apply(variables, features, method="fuse")
         output = drafter.apply(variables, embeddings, state, drafter.init_cache(batch_size=2, capacity=8))
         output = drafter.apply(variables, embeddings[:, :1], output.next_state[:, -1:], output.cache)
-        return jax.nn.log_softmax(drafter.apply(variables, output.hidden, method="logits"))[..., 7].sum()
+        return jax.nn.log_softmax(drafter.apply(variables, output.hidden, method="scores").logits)[..., 7].sum()
 
     for path, gradient in jax.tree.leaves_with_path(jax.jit(jax.grad(loss))(params)):
         assert np.isfinite(gradient).all(), path

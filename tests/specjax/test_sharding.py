@@ -11,6 +11,7 @@ import pytest
 
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.sharding import param_shardings
 from tests.helpers import tiny_config
 
@@ -64,11 +65,19 @@ def test_tokens_under_a_mesh_equal_those_of_one_device(kind: str) -> None:
     assert "model" in results["(2, 4)"]["cache"]
 
 
-def test_a_low_rank_head_is_split_over_the_vocabulary_and_fc_is_not_split() -> None:
-    config = Eagle3Config(decoder=tiny_config(num_layers=1), target_hidden_size=32, draft_vocab_size=64, lm_head_rank=4, fc_norm=True)
-    params = jax.eval_shape(Eagle3(config).init_params, jax.random.key(0))
+def test_draft_heads_are_split_over_the_vocabulary_and_what_is_small_is_not_split() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
-    specs = jax.tree.map(lambda sharding: tuple(sharding.spec), param_shardings(params, config.decoder, mesh))
-    assert specs["lm_head_up"] == ("model", None)
-    assert specs["lm_head_down"] == specs["fc"] == ()
-    assert specs["layer_0"]["attention"]["qkv"] == (None, "model", None, None)
+    split, whole = ("model", None), ()
+    for head, expected in (
+        (FullHead(bias=True), dict(lm_head=split, bias=("model",))),
+        (LowRankHead(rank=4), dict(down=whole, up=split)),
+        (TrimmedHead(num_tokens=20), dict(lm_head=split, token_ids=whole)),
+        (ScreenedHead(rank=4, num_candidates=8), dict(down=whole, up=split, lm_head=split)),
+    ):
+        config = Eagle3Config(decoder=tiny_config(num_layers=1), target_hidden_size=32, head=head, fc_norm=True)
+        params = jax.eval_shape(Eagle3(config).init_params, jax.random.key(0))
+        specs = jax.tree.map(lambda sharding: tuple(sharding.spec), param_shardings(params, config.decoder, mesh))
+        assert specs["draft_head"] == expected
+        assert specs["fc"] == whole
+        assert specs["layer_0"]["mlp"]["down"] == split
+        assert specs["layer_0"]["attention"]["qkv"] == (None, "model", None, None)

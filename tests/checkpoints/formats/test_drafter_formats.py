@@ -12,6 +12,7 @@ import pytest
 from specjax.checkpoints.formats.draft_vocabulary import target_ids
 from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import read_params
+from specjax.drafting.heads import FullHead, TrimmedHead
 from tests.checkpoints.published_drafters import (
     DRAFT_VOCAB_SIZE,
     KEPT_IDS,
@@ -94,10 +95,10 @@ def test_what_is_no_drafter_is_left_to_others(tmp_path: Path) -> None:
 
 def test_embedding_and_head_are_the_drafters_own_where_the_file_has_them(tmp_path: Path) -> None:
     neither = opened(write_drafter(tmp_path / "a", official_config(**FULL), eagle3_tensors(draft_vocab_size=None)))
-    assert (neither.config.own_embedding, neither.config.own_head) == (False, False)
+    assert (neither.config.own_embedding, neither.config.head) == (False, FullHead(shared=True))
     both = opened(write_drafter(tmp_path / "b", official_config(**FULL), eagle3_tensors(draft_vocab_size=VOCAB_SIZE, embedding=True)))
-    assert (both.config.own_embedding, both.config.own_head) == (True, True)
-    assert "draft_to_target" not in read_params(both, "float32")
+    assert (both.config.own_embedding, both.config.head) == (True, FullHead())
+    assert read_params(both, "float32")["draft_head"].keys() == {"lm_head"}
     wide = eagle3_tensors(target_width=64, embedding=True)
     other_width = opened(write_drafter(tmp_path / "c", official_config(target_hidden_size=64), wide))
     assert read_params(other_width, "float32")["fc"].shape == (192, WIDTH)
@@ -106,14 +107,14 @@ def test_embedding_and_head_are_the_drafters_own_where_the_file_has_them(tmp_pat
 def test_the_head_is_as_large_as_in_the_file_whatever_config_json_says(tmp_path: Path) -> None:
     for declared in (..., None, DRAFT_VOCAB_SIZE, VOCAB_SIZE):
         source = opened(write_drafter(tmp_path, official_config(draft_vocab_size=declared), eagle3_tensors()), target=target())
-        assert source.config.draft_vocab_size == DRAFT_VOCAB_SIZE
-        assert read_params(source, "float32")["lm_head"].shape == (DRAFT_VOCAB_SIZE, WIDTH)
+        assert source.config.head == TrimmedHead(num_tokens=DRAFT_VOCAB_SIZE)
+        assert read_params(source, "float32")["draft_head"]["lm_head"].shape == (DRAFT_VOCAB_SIZE, WIDTH)
 
 
 def test_a_trivial_map_of_the_whole_vocabulary_is_the_identity(tmp_path: Path) -> None:
     tensors = eagle3_tensors(draft_vocab_size=VOCAB_SIZE)
     tensors |= {"d2t": np.zeros(VOCAB_SIZE, np.int64), "t2d": np.ones(VOCAB_SIZE, bool)}
-    assert not opened(write_drafter(tmp_path, official_config(**FULL), tensors)).config.trimmed
+    assert opened(write_drafter(tmp_path, official_config(**FULL), tensors)).config.head == FullHead()
     tensors["d2t"][:2] = 1, -1
     with pytest.raises(ValueError, match="should be the identity"):
         open_drafter(write_drafter(tmp_path, official_config(**FULL), tensors))
@@ -127,7 +128,7 @@ def test_offsets_and_absolute_ids_give_the_same_drafts(tmp_path: Path, with_t2d:
     found = []
     for name, d2t in (("offsets", KEPT_IDS - np.arange(DRAFT_VOCAB_SIZE)), ("absolute", KEPT_IDS)):
         source = opened(write_drafter(tmp_path / name, official_config(), tensors | {"d2t": d2t.astype(np.int32)}))
-        found.append(read_params(source, "float32")["draft_to_target"])
+        found.append(read_params(source, "float32")["draft_head"]["token_ids"])
         assert found[-1].dtype == np.int32
     np.testing.assert_array_equal(found, [KEPT_IDS] * 2)
 
@@ -141,7 +142,7 @@ def test_a_map_that_can_be_read_in_two_ways_is_refused_until_the_reading_is_name
     with pytest.raises(ValueError, match="pass draft_ids='offsets' .* or draft_ids='absolute'"):
         open_drafter(folder)
     for reading, expected in (("offsets", 2 * absolute + 1), ("absolute", absolute + 1)):
-        ids = read_params(opened(folder, draft_ids=reading), "float32")["draft_to_target"]
+        ids = read_params(opened(folder, draft_ids=reading), "float32")["draft_head"]["token_ids"]
         np.testing.assert_array_equal(ids, expected)
     with pytest.raises(ValueError, match="draft_ids must be one of"):
         open_drafter(folder, draft_ids="relative")
@@ -179,7 +180,7 @@ def test_tensors_that_fit_nowhere_or_are_missing_are_refused_by_name(tmp_path: P
         ({"norm.weight": np.ones(WIDTH, np.int64)}, (), "norm.weight should be BF16 or F16 or F32 or F64, got I64"),
         ({"d2t": extra}, (), "d2t should hold 40 integers"),
         ({}, ("norm.weight",), r"Parameters left unfilled: final_norm.scale \(from norm.weight\)"),
-        ({}, ("d2t",), r"draft_to_target \(from d2t\)"),
+        ({}, ("d2t",), r"draft_head.token_ids \(from d2t\)"),
         ({}, ("fc.weight",), "a drafter without fc"),
         ({}, ("lm_head.weight",), r"a pruned vocabulary \(draft_vocab_size 40 of 96\) needs an lm_head.weight"),
         ({}, ("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"), "EAGLE and EAGLE-2 drafters are not supported"),

@@ -18,6 +18,7 @@ from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import check_source, read_params
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import default_feature_layers
+from specjax.drafting.heads import TrimmedHead
 from specjax.drafting.hydra import Hydra
 from specjax.drafting.medusa import Medusa
 from tests.checkpoints.published_drafters import (
@@ -145,8 +146,8 @@ def drafter_pass(model: Eagle3, params: dict, tokens: Any, target_embedding: Any
     """The output, logits `[B,T,Vd]`, the greedy drafts `[B,T]`."""
     variables = {"params": params}
     output = model.apply(variables, model.apply(variables, tokens, target_embedding, method="embed"), g, cache)
-    logits = model.apply(variables, output.hidden, method="logits")
-    return output, logits, model.apply(variables, jnp.argmax(logits, axis=-1), method="target_ids")
+    scores = model.apply(variables, output.hidden, method="scores")
+    return output, scores.logits, scores.tokens(jnp.argmax(scores.logits, axis=-1))
 
 
 @pytest.mark.parametrize("file", ["bin", "safetensors"])
@@ -236,8 +237,8 @@ def test_hydra_logits_equal_those_of_the_paper(tmp_path: Path, grounded: bool) -
 
 def test_a_draft_vocabulary_is_as_large_as_the_head_in_the_file(tmp_path: Path) -> None:
     config, params = opened(write_drafter(tmp_path, official_config(draft_vocab_size=...), eagle3_tensors()))
-    assert config.draft_vocab_size == DRAFT_VOCAB_SIZE
-    np.testing.assert_array_equal(params["draft_to_target"], KEPT_IDS)
+    assert config.head == TrimmedHead(num_tokens=DRAFT_VOCAB_SIZE)
+    np.testing.assert_array_equal(params["draft_head"]["token_ids"], KEPT_IDS)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from specjax import RopeConfig
 from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import read_params
+from specjax.drafting.heads import LowRankHead
 from tests.checkpoints.published_drafters import (
     FFN,
     VOCAB_SIZE,
@@ -153,9 +154,9 @@ def test_speculators_leaves_out_what_equals_its_classes_defaults(tmp_path: Path)
 def test_the_low_rank_head_is_read(tmp_path: Path, divisor: int) -> None:
     raw = official_config(lm_head_rank_divisor=divisor, **FULL)
     source = opened(write_drafter(tmp_path, raw, eagle3_tensors(rank=WIDTH // divisor)))
-    assert source.config.lm_head_rank == WIDTH // divisor
-    params = read_params(source, "float32")
-    assert (params["lm_head_down"].shape, params["lm_head_up"].shape) == ((WIDTH // divisor, WIDTH), (VOCAB_SIZE, WIDTH // divisor))
+    assert source.config.head == LowRankHead(rank=WIDTH // divisor)
+    head = read_params(source, "float32")["draft_head"]
+    assert (head["down"].shape, head["up"].shape) == ((WIDTH // divisor, WIDTH), (VOCAB_SIZE, WIDTH // divisor))
 
 
 @pytest.mark.parametrize(
