@@ -1,6 +1,9 @@
-"""Grouped-query attention of new rows over the cache: projections, rotary embedding, cache write. arXiv:2305.13245."""
+"""Grouped-query attention: projections and rotary embedding, around whatever the new rows attend to. arXiv:2305.13245."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -8,36 +11,47 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.kernels.cached_attention import cached_attention
-from specjax.models.kv_cache import write_layer
+from specjax.models.kv_cache import KVCache, write_layer
 from specjax.models.layers import PROJECTION_INIT, RMSNorm, product
 from specjax.models.rope import apply_rotary
 
+# From query [B,T,N,H], key and value [B,T,K,H] of the new rows (rotary embedding applied) and sinks ([N] or None) to what the rows make of
+# all that they attend to, [B,T,N,H], and what is to be kept of them.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+
+
+def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, window: int | None, implementation: str) -> Attend:
+    """Attention over a layer of the cache and the new rows, which are written to it: kept are the layer's keys and values.
+
+    Args:
+        cache: The new rows stand from its `length` on.
+        layer: Which.
+        step_mask: As in `cached_attention`.
+        window: Latest positions that a row attends to, or `None` for all.
+        implementation: Passed to `cached_attention`.
+    """
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
+        kept = write_layer(cache.keys[layer], cache.values[layer], key, value, cache.length)
+        options: dict[str, Any] = dict(step_mask=step_mask, window=window, sinks=sinks, implementation=implementation)
+        return cached_attention(query, *kept, cache.length, scale=query.shape[-1] ** -0.5, **options), kept
+
+    return attend
+
 
 class Attention(nn.Module):
-    """One layer's attention. Its input may be wider than D (an EAGLE-3 drafter's is 2 D); its output is `[B,T,D]`.
+    """One layer's attention. Its input may be wider than D (an EAGLE-3 drafter's is 2 D); its output is `[B,T,D]`, and what is kept.
 
     Attributes:
         config: Sizes, biases, norms.
         param_dtype: Dtype of the parameters.
-        implementation: Passed to `cached_attention`.
-        window: Latest positions that a row attends to, or `None` for all.
     """
 
     config: ModelConfig
     param_dtype: jnp.dtype
-    implementation: str
-    window: int | None = None
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        length: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
-        step_mask: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
         cfg = self.config
         group_size = cfg.num_heads // cfg.num_kv_heads
         qkv_shape = (cfg.num_kv_heads, group_size + 2, cfg.head_dim)
@@ -50,24 +64,13 @@ class Attention(nn.Module):
         if cfg.clip_qkv is not None:
             query, key, value = (jnp.clip(part, -cfg.clip_qkv, cfg.clip_qkv) for part in (query, key, value))
         query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
-        keys, values = write_layer(keys, values, key, value, length)
         sinks = self.param("sinks", PROJECTION_INIT, (cfg.num_heads,), self.param_dtype) if cfg.attention_sinks else None
-        mixed = cached_attention(
-            query,
-            keys,
-            values,
-            length,
-            scale=cfg.head_dim**-0.5,
-            step_mask=step_mask,
-            window=self.window,
-            sinks=sinks,
-            implementation=self.implementation,
-        )
+        mixed, kept = attend(query, key, value, sinks)
         output = self.param("output", PROJECTION_INIT, (cfg.num_heads * cfg.head_dim, cfg.hidden_size), self.param_dtype)
         mixed = product(mixed.reshape(*x.shape[:2], -1), output)
         if cfg.output_bias:
             mixed = mixed + self.param("output_bias", nn.initializers.zeros, (cfg.hidden_size,), self.param_dtype).astype(x.dtype)
-        return mixed, keys, values
+        return mixed, kept
 
     def _normed(self, heads: jax.Array, name: str) -> jax.Array:
         """`[B,T,heads,H]`, normed over each head, over all heads together, or not at all."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 PROJECTION_INIT = nn.initializers.normal(0.02)
 
@@ -27,10 +29,26 @@ def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None)
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
+@jax.custom_jvp
 def head_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     """The product of every LM head: `hidden [..., D]`, `weight [V,D]` (a row a token) → `[..., V]` float32, accumulated in float32."""
     weight = weight.astype(hidden.dtype)
     return jnp.einsum("...d,vd->...v", hidden, weight, precision=full_precision(hidden), preferred_element_type=jnp.float32)
+
+
+@functools.partial(head_product.defjvp, symbolic_zeros=True)
+def _head_product_tangent(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """Derivatives in the dtype of `hidden`: the transpose of the above would multiply bfloat16 by float32, at a fraction of the speed."""
+    hidden, weight = primals
+
+    def rounded(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        out = jnp.einsum("...d,vd->...v", hidden, weight.astype(hidden.dtype), precision=full_precision(hidden))
+        return out.astype(jnp.float32)
+
+    pairs = ((tangents[0], weight), (hidden, tangents[1]))
+    parts = [rounded(*pair) for pair, tangent in zip(pairs, tangents, strict=True) if not isinstance(tangent, SymbolicZero)]
+    out = head_product(hidden, weight)
+    return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
 
 def full_precision(x: jax.Array) -> jax.lax.Precision | None:

@@ -8,13 +8,14 @@ same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
-from specjax.models.attention import Attention
+from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
 from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product
@@ -62,8 +63,7 @@ class Transformer(PureModule):
         cfg = self.config
         self.embedding = self.param("embedding", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
         self.blocks = [
-            _Block(cfg, self.param_dtype, self.attention_implementation, self.expert_implementation, index, name=f"layer_{index}")
-            for index in range(cfg.num_layers)
+            _Block(cfg, self.param_dtype, self.expert_implementation, index, name=f"layer_{index}") for index in range(cfg.num_layers)
         ]
         self.final_norm = RMSNorm(cfg.rms_norm_eps, self.param_dtype)
         if not cfg.tie_word_embeddings:
@@ -94,11 +94,12 @@ class Transformer(PureModule):
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions, cache.context_limit)
         x = jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.dtype)
+        options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
         captured, all_keys, all_values = {}, [], []
         for index, block in enumerate(self.blocks):
             if index in feature_layers:
                 captured[index] = x
-            x, keys, values = block(x, cache.keys[index], cache.values[index], length, angles, step_mask)
+            x, (keys, values) = block(x, angles, attend_cached(cache, index, window=cfg.window(index), **options))
             all_keys.append(keys)
             all_values.append(values)
         captured[cfg.num_layers] = x
@@ -156,20 +157,18 @@ class Transformer(PureModule):
 class _Block(nn.Module):
     config: ModelConfig
     param_dtype: jnp.dtype
-    attention_implementation: str
     expert_implementation: str
     index: int
 
     @nn.compact
-    def __call__(self, x, keys, values, length, angles, step_mask):
+    def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
         cfg, dtype = self.config, self.param_dtype
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm")(x)
-        attention = Attention(cfg, dtype, self.attention_implementation, cfg.window(self.index), name="attention")
-        mixed, keys, values = attention(normed, keys, values, length, angles, step_mask)
+        mixed, kept = Attention(cfg, dtype, name="attention")(normed, angles, attend)
         x = x + mixed
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="mlp_norm")(x)
         if cfg.has_experts(self.index):
             mlp = MixtureOfExperts(cfg, dtype, self.expert_implementation, name="mlp")
         else:
             mlp = FeedForward(cfg, dtype, name="mlp")
-        return x + mlp(normed), keys, values
+        return x + mlp(normed), kept
