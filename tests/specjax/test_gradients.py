@@ -13,6 +13,7 @@ from specjax import Transformer
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import LowRankHead, TrimmedHead
+from specjax.models.layers import head_product
 from tests.helpers import random_model, tiny_config
 
 # float32 sums of some hundred terms in another order, as a share of an array's largest gradient.
@@ -72,3 +73,15 @@ def test_every_parameter_of_an_eagle3_drafter_has_a_gradient_through_a_recursive
     for path, gradient in jax.tree.leaves_with_path(jax.jit(jax.grad(loss))(params)):
         assert np.isfinite(gradient).all(), path
         assert np.abs(gradient).max() > 0, path
+
+
+def test_an_lm_heads_gradient_multiplies_arrays_of_one_dtype() -> None:
+    hidden, weight = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.float32)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda hidden, weight: jnp.sin(head_product(hidden, weight)).sum(), argnums=(0, 1)))(hidden, weight)
+    pending, pairs = [jaxpr.jaxpr], []
+    while pending:
+        for equation in pending.pop().eqns:
+            if equation.primitive.name == "dot_general":
+                pairs.append({str(variable.aval.dtype) for variable in equation.invars})
+            pending += [getattr(value, "jaxpr", value) for value in equation.params.values() if hasattr(value, "eqns")]
+    assert pairs == [{"bfloat16"}] * 3  # the product, and one for each argument
