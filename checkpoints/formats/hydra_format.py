@@ -14,6 +14,7 @@ from specjax.checkpoints.formats.parameters import plain, transposed
 from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import Parameter, WeightSource
 from specjax.config import ModelConfig
+from specjax.drafting.heads import FullHead
 from specjax.drafting.hydra import HydraConfig
 
 FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
@@ -54,6 +55,7 @@ def open_source(folder: Path, name: str, raw: Mapping[str, Any], files: TensorFi
     config = HydraConfig(
         hidden_size=head.shape[1],
         vocab_size=head.shape[0],
+        head=FullHead(bias=True),
         num_draft_heads=num_heads,
         num_layers=num_layers,
         grounded=bool(raw.get("grounded_heads", False)),
@@ -87,6 +89,6 @@ def _table(cfg: HydraConfig) -> dict[str, Parameter]:
         for ours, (theirs, inputs) in modules.items():
             table[f"head_{head}.{ours}"] = transposed(f"hydra_mlp.{head}.{theirs}.weight", (width, inputs))
             table[f"head_{head}.{ours}_bias"] = plain(f"hydra_mlp.{head}.{theirs}.bias", (width,))
-        table[f"head_{head}.lm_head"] = plain(f"hydra_lm_head.{head}.weight", (cfg.vocab_size, width))
-        table[f"head_{head}.lm_head_bias"] = plain(f"hydra_lm_head.{head}.bias", (cfg.vocab_size,))
+        table[f"head_{head}.draft_head.lm_head"] = plain(f"hydra_lm_head.{head}.weight", (cfg.vocab_size, width))
+        table[f"head_{head}.draft_head.bias"] = plain(f"hydra_lm_head.{head}.bias", (cfg.vocab_size,))
     return table

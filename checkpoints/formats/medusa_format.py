@@ -17,6 +17,7 @@ from specjax.checkpoints.formats.parameters import plain, transposed
 from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import Parameter, StoredTensor, WeightSource
 from specjax.config import ModelConfig
+from specjax.drafting.heads import FullHead
 from specjax.drafting.medusa import MedusaConfig
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -62,7 +63,7 @@ def open_source(folder: Path, name: str, raw: Mapping[str, Any], files: TensorFi
         num_draft_heads=_declared(raw, "medusa_num_heads", "num_heads"),
         num_layers=num_layers,
         block_bias="0.0.linear.bias" in tensors,
-        own_head=own_head,
+        head=FullHead(shared=not own_head),
     )
     check_target(config, target)
     surplus = {tensor for tensor in tensors if re.match(r"\d+\.", tensor) and int(tensor.split(".")[0]) >= config.num_draft_heads}
@@ -120,6 +121,6 @@ def _table(cfg: MedusaConfig) -> dict[str, Parameter]:
             table[f"head_{head}.block_{block}"] = transposed(f"{head}.{block}.linear.weight", (width, width))
             if cfg.block_bias:
                 table[f"head_{head}.block_{block}_bias"] = plain(f"{head}.{block}.linear.bias", (width,))
-        if cfg.own_head:
-            table[f"head_{head}.lm_head"] = plain(f"{head}.{cfg.num_layers}.weight", (cfg.vocab_size, width))
+        if not cfg.head.shared:
+            table[f"head_{head}.draft_head.lm_head"] = plain(f"{head}.{cfg.num_layers}.weight", (cfg.vocab_size, width))
     return table

@@ -11,7 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layers import PROJECTION_INIT, PureModule, head_product, product
+from specjax.drafting.heads import DraftHead, FullHead, HeadScores
+from specjax.drafting.heads.draft_head import declare_head, require_head, require_size
+from specjax.models.layers import PROJECTION_INIT, PureModule, product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,25 +23,26 @@ class HydraConfig:
     Attributes:
         hidden_size: D, that of the target.
         vocab_size: V, that of the target.
-        num_draft_heads: How many tokens ahead, beyond the target's own next one.
+        num_draft_heads: K, how many tokens ahead, beyond the target's own next one.
+        head: The LM head of each of them, with its own arrays; a shared one is the target's. The published ones have a bias.
         num_layers: Residual blocks in each head.
         grounded: The heads see the tokens drafted before them; otherwise they are Medusa's.
 
     Raises:
-        ValueError: A size that is not a positive int.
+        ValueError: A size that is not a positive int, or an LM head that does not fit.
     """
 
     hidden_size: int
     vocab_size: int
     num_draft_heads: int
+    head: DraftHead = FullHead(bias=True)
     num_layers: int = 1
     grounded: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_draft_heads", "num_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"HydraConfig.{name} must be a positive int, got {value!r}")
+            require_size(f"HydraConfig.{name}", getattr(self, name))
+        require_head("HydraConfig.head", self.head, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
 
 
 class Hydra(PureModule):
@@ -47,8 +50,8 @@ class Hydra(PureModule):
 
     Attributes:
         config: Sizes.
-        dtype: Compute dtype; logits are float32.
-        param_dtype: Dtype that `init` gives the parameters.
+        dtype: Compute dtype; scores are float32.
+        param_dtype: Dtype that `init` gives the parameters; token ids are int32 whatever it is.
     """
 
     config: HydraConfig
@@ -57,21 +60,40 @@ class Hydra(PureModule):
 
     def setup(self) -> None:
         """Declares the parameters."""
-        self.heads = [_Head(self.config, self.param_dtype, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
+        self.heads = [_Head(self.config, self.param_dtype, index, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
 
-    def __call__(self, hidden: jax.Array, embeddings: jax.Array) -> jax.Array:
+    def __call__(self, hidden: jax.Array, embeddings: jax.Array, target_head: jax.Array | None = None) -> HeadScores:
         """Scores of head i, which is the one that i + 1 tokens are known to.
 
         Args:
             hidden: `[..., D]`, the target's at position t, after its final norm.
             embeddings: `[..., i + 1, D]`, the target's of tokens t + 1 ... t + 1 + i: the one that its own LM head gave, then the drafts.
+            target_head: `[V,D]`, the target's own array; needed where the LM heads are shared, not read otherwise.
 
         Returns:
-            `[..., V]` float32.
+            `[..., M]`.
 
         Raises:
             ValueError: No such head.
         """
+        head, x = self._inputs(hidden, embeddings)
+        return head(x, target_head)
+
+    def training_scores(self, hidden: jax.Array, embeddings: jax.Array, target_head: jax.Array | None = None) -> tuple[HeadScores, ...]:
+        """Every distribution of head i that has to be brought close to the target's; arguments as those of a call."""
+        head, x = self._inputs(hidden, embeddings)
+        return head.training_scores(x, target_head)
+
+    def init_params(self, rng: jax.Array) -> dict:
+        """Random parameters; see `Transformer.init_params`."""
+        return self.init(rng, jnp.zeros((1, self.config.hidden_size), self.dtype), method="_touch_all")["params"]
+
+    def _touch_all(self, hidden: jax.Array) -> list[HeadScores]:
+        cfg = self.config
+        target_head = jnp.zeros((cfg.vocab_size, cfg.hidden_size), self.dtype) if cfg.head.shared else None
+        return [self(hidden, jnp.zeros((1, index + 1, cfg.hidden_size), self.dtype), target_head) for index in range(len(self.heads))]
+
+    def _inputs(self, hidden: jax.Array, embeddings: jax.Array) -> tuple[_Head, jax.Array]:
         num_tokens = embeddings.shape[-2]
         if not 1 <= num_tokens <= len(self.heads):
             raise ValueError(f"embeddings must hold 1 to {len(self.heads)} tokens, got {num_tokens}")
@@ -79,33 +101,40 @@ class Hydra(PureModule):
         if self.config.grounded:
             flat = embeddings.astype(self.dtype).reshape(*embeddings.shape[:-2], -1)
             x = jnp.concatenate([x, flat], axis=-1)
-        return self.heads[num_tokens - 1](x)
-
-    def init_params(self, rng: jax.Array) -> dict:
-        """Random parameters; see `Transformer.init_params`."""
-        return self.init(rng, jnp.zeros((1, self.config.hidden_size), self.dtype), method="_touch_all")["params"]
-
-    def _touch_all(self, hidden: jax.Array) -> list[jax.Array]:
-        return [self(hidden, jnp.zeros((1, index + 1, hidden.shape[-1]), self.dtype)) for index in range(len(self.heads))]
+        return self.heads[num_tokens - 1], x
 
 
 class _Head(nn.Module):
     config: HydraConfig
     param_dtype: jnp.dtype
+    index: int
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`residual(x) + silu(linear(x))` for each block, then the LM head with its bias."""
-        cfg = self.config
-        for index in range(cfg.num_layers):
-            inner = nn.silu(self._linear(f"block_{index}", x))
-            # Only the grounded first block narrows its input, and so needs weights on its residual branch.
-            x = inner + (self._linear("residual", x) if index == 0 and cfg.grounded else x)
-        head = self.param("lm_head", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
-        bias = self.param("lm_head_bias", nn.initializers.zeros, (cfg.vocab_size,), self.param_dtype)
-        return head_product(x, head) + bias.astype(jnp.float32)
+    def setup(self) -> None:
+        cfg, width = self.config, self.config.hidden_size
+        first_width = width * (self.index + 2) if cfg.grounded else width
+        self.blocks = [self._declare(f"block_{index}", width if index else first_width) for index in range(cfg.num_layers)]
+        # Only the grounded first block narrows its input, and so needs weights on its residual branch.
+        self.residual = self._declare("residual", first_width) if cfg.grounded else None
+        self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=cfg.vocab_size, dtype=self.param_dtype)
 
-    def _linear(self, name: str, x: jax.Array) -> jax.Array:
-        width = self.config.hidden_size
-        bias = self.param(f"{name}_bias", nn.initializers.zeros, (width,), self.param_dtype)
-        return product(x, self.param(name, PROJECTION_INIT, (x.shape[-1], width), self.param_dtype)) + bias.astype(x.dtype)
+    def __call__(self, x: jax.Array, target_head: jax.Array | None) -> HeadScores:
+        return self.config.head.scores(self.draft_head, self._blocks(x), target_head)
+
+    def training_scores(self, x: jax.Array, target_head: jax.Array | None) -> tuple[HeadScores, ...]:
+        return self.config.head.training_scores(self.draft_head, self._blocks(x), target_head)
+
+    def _blocks(self, x: jax.Array) -> jax.Array:
+        """`residual(x) + silu(linear(x))` for each block."""
+        for index, block in enumerate(self.blocks):
+            inner = nn.silu(_linear(x, *block))
+            x = inner + (x if index or self.residual is None else _linear(x, *self.residual))
+        return x
+
+    def _declare(self, name: str, num_inputs: int) -> tuple[jax.Array, jax.Array]:
+        width, dtype = self.config.hidden_size, self.param_dtype
+        weight = self.param(name, PROJECTION_INIT, (num_inputs, width), dtype)
+        return weight, self.param(f"{name}_bias", nn.initializers.zeros, (width,), dtype)
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    return product(x, weight) + bias.astype(x.dtype)

@@ -11,7 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layers import PROJECTION_INIT, PureModule, head_product, product
+from specjax.drafting.heads import DraftHead, FullHead, HeadScores
+from specjax.drafting.heads.draft_head import declare_head, require_head, require_size
+from specjax.models.layers import PROJECTION_INIT, PureModule, product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,27 +23,26 @@ class MedusaConfig:
     Attributes:
         hidden_size: D, that of the target.
         vocab_size: V, that of the target.
-        num_draft_heads: How many tokens ahead, beyond the target's own next one.
+        num_draft_heads: K, how many tokens ahead, beyond the target's own next one.
+        head: The LM head of each of them, with its own arrays; a shared one is the target's.
         num_layers: Residual blocks in each head.
         block_bias: The blocks have biases.
-        own_head: Each head has an LM head; otherwise all use the target's.
 
     Raises:
-        ValueError: A size that is not a positive int.
+        ValueError: A size that is not a positive int, or an LM head that does not fit.
     """
 
     hidden_size: int
     vocab_size: int
     num_draft_heads: int
+    head: DraftHead = FullHead()
     num_layers: int = 1
     block_bias: bool = True
-    own_head: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_draft_heads", "num_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"MedusaConfig.{name} must be a positive int, got {value!r}")
+            require_size(f"MedusaConfig.{name}", getattr(self, name))
+        require_head("MedusaConfig.head", self.head, hidden_size=self.hidden_size, vocab_size=self.vocab_size)
 
 
 class Medusa(PureModule):
@@ -49,8 +50,8 @@ class Medusa(PureModule):
 
     Attributes:
         config: Sizes.
-        dtype: Compute dtype; logits are float32.
-        param_dtype: Dtype that `init` gives the parameters.
+        dtype: Compute dtype; scores are float32.
+        param_dtype: Dtype that `init` gives the parameters; token ids are int32 whatever it is.
     """
 
     config: MedusaConfig
@@ -61,42 +62,51 @@ class Medusa(PureModule):
         """Declares the parameters."""
         self.heads = [_Head(self.config, self.param_dtype, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
 
-    def __call__(self, hidden: jax.Array, target_head: jax.Array | None = None) -> jax.Array:
+    def __call__(self, hidden: jax.Array, target_head: jax.Array | None = None) -> tuple[HeadScores, ...]:
         """Scores of every head.
 
         Args:
             hidden: `[..., D]`, the target's, after its final norm.
-            target_head: `[V,D]`, the target's own array; needed where `own_head` is false, not read otherwise.
+            target_head: `[V,D]`, the target's own array; needed where the LM heads are shared, not read otherwise.
 
         Returns:
-            `[..., num_draft_heads, V]` float32.
+            K scores of `[..., M]`.
         """
-        if not self.config.own_head and target_head is None:
-            raise ValueError("these Medusa heads have no LM heads of their own: pass the target's as target_head")
-        return jnp.stack([head(hidden.astype(self.dtype), target_head) for head in self.heads], axis=-2)
+        return tuple(head(hidden.astype(self.dtype), target_head) for head in self.heads)
+
+    def training_scores(self, hidden: jax.Array, target_head: jax.Array | None = None) -> tuple[tuple[HeadScores, ...], ...]:
+        """For each head, every distribution that has to be brought close to the target's; arguments as those of a call."""
+        return tuple(head.training_scores(hidden.astype(self.dtype), target_head) for head in self.heads)
 
     def init_params(self, rng: jax.Array) -> dict:
         """Random parameters; see `Transformer.init_params`."""
         cfg = self.config
         hidden = jnp.zeros((1, cfg.hidden_size), self.dtype)
-        return self.init(rng, hidden, None if cfg.own_head else jnp.zeros((cfg.vocab_size, cfg.hidden_size), self.dtype))["params"]
+        target_head = jnp.zeros((cfg.vocab_size, cfg.hidden_size), self.dtype) if cfg.head.shared else None
+        return self.init(rng, hidden, target_head)["params"]
 
 
 class _Head(nn.Module):
     config: MedusaConfig
     param_dtype: jnp.dtype
 
-    @nn.compact
-    def __call__(self, x: jax.Array, target_head: jax.Array | None) -> jax.Array:
-        """`x + silu(x W + b)` for each block, then the LM head."""
-        cfg = self.config
-        for index in range(cfg.num_layers):
-            inner = product(x, self.param(f"block_{index}", PROJECTION_INIT, (cfg.hidden_size, cfg.hidden_size), self.param_dtype))
-            if cfg.block_bias:
-                bias = self.param(f"block_{index}_bias", nn.initializers.zeros, (cfg.hidden_size,), self.param_dtype)
-                inner = inner + bias.astype(x.dtype)
-            x = x + nn.silu(inner)
-        if cfg.own_head:
-            target_head = self.param("lm_head", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
-        assert target_head is not None
-        return head_product(x, target_head)
+    def setup(self) -> None:
+        cfg, dtype = self.config, self.param_dtype
+        width, indices = cfg.hidden_size, range(cfg.num_layers)
+        self.blocks = [self.param(f"block_{index}", PROJECTION_INIT, (width, width), dtype) for index in indices]
+        zeros = nn.initializers.zeros
+        self.biases = [self.param(f"block_{index}_bias", zeros, (width,), dtype) for index in indices] if cfg.block_bias else []
+        self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=cfg.vocab_size, dtype=dtype)
+
+    def __call__(self, x: jax.Array, target_head: jax.Array | None) -> HeadScores:
+        return self.config.head.scores(self.draft_head, self._blocks(x), target_head)
+
+    def training_scores(self, x: jax.Array, target_head: jax.Array | None) -> tuple[HeadScores, ...]:
+        return self.config.head.training_scores(self.draft_head, self._blocks(x), target_head)
+
+    def _blocks(self, x: jax.Array) -> jax.Array:
+        """`x + silu(x W + b)` for each block."""
+        for index, weight in enumerate(self.blocks):
+            inner = product(x, weight)
+            x = x + nn.silu(inner + self.biases[index].astype(x.dtype) if self.config.block_bias else inner)
+        return x

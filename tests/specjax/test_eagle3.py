@@ -14,7 +14,7 @@ import pytest
 from specjax import KVCache, ModelConfig, RopeConfig
 from specjax.drafting.eagle3 import Eagle3, Eagle3Output
 from specjax.drafting.eagle3_config import Eagle3Config, default_feature_layers
-from specjax.drafting.heads import FullHead, LowRankHead, TrimmedHead
+from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
 from tests.helpers import FLOAT32_TOLERANCE, VOCAB_SIZE, tiny_config
@@ -199,28 +199,54 @@ def test_configurations_are_hashable_and_frozen() -> None:
 
 
 def test_medusa_heads_without_lm_heads_use_the_targets() -> None:
-    config = MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB_SIZE, num_draft_heads=3, own_head=False, block_bias=False)
+    config = MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB_SIZE, num_draft_heads=3, head=FullHead(shared=True), block_bias=False)
     shared, params = random_drafter(config, Medusa)
-    own = Medusa(dataclasses.replace(config, own_head=True), dtype=jnp.float32, param_dtype=jnp.float32)
+    own = Medusa(dataclasses.replace(config, head=FullHead()), dtype=jnp.float32, param_dtype=jnp.float32)
     head = jnp.asarray(np.random.default_rng(3).normal(size=(VOCAB_SIZE, WIDTH)), jnp.float32)
     hidden = inputs()[0]
-    logits = shared.apply({"params": params}, hidden, head)
-    assert logits.shape == (2, NUM_TOKENS, 3, VOCAB_SIZE)
-    own_params = {name: {**head_params, "lm_head": head} for name, head_params in params.items()}
-    np.testing.assert_array_equal(own.apply({"params": own_params}, hidden), logits)
-    with pytest.raises(ValueError, match="pass the target's as target_head"):
+    scores = shared.apply({"params": params}, hidden, head)
+    assert [one.logits.shape for one in scores] == [(2, NUM_TOKENS, VOCAB_SIZE)] * 3
+    assert np.std(scores[0].logits - scores[2].logits) > 0.3
+    own_params = {name: {**head_params, "draft_head": {"lm_head": head}} for name, head_params in params.items()}
+    assert_same(own.apply({"params": own_params}, hidden), scores)
+    with pytest.raises(ValueError, match="pass the one that it shares"):
         shared.apply({"params": params}, hidden)
 
 
 def test_hydra_has_no_head_for_more_tokens() -> None:
     model, params = random_drafter(HydraConfig(hidden_size=WIDTH, vocab_size=VOCAB_SIZE, num_draft_heads=2), Hydra)
     hidden = inputs()[0]
-    assert model.apply({"params": params}, hidden, jnp.stack([hidden] * 2, axis=-2)).shape == (2, NUM_TOKENS, VOCAB_SIZE)
+    scores = model.apply({"params": params}, hidden, jnp.stack([hidden] * 2, axis=-2))
+    assert scores.logits.shape == (2, NUM_TOKENS, VOCAB_SIZE)
     with pytest.raises(ValueError, match="embeddings must hold 1 to 2 tokens, got 3"):
         model.apply({"params": params}, hidden, jnp.stack([hidden] * 3, axis=-2))
+
+
+@pytest.mark.parametrize("head", [TrimmedHead(num_tokens=20), ScreenedHead(rank=4, num_candidates=8, shared=True)], ids=["own", "shared"])
+def test_each_medusa_and_hydra_head_has_the_arrays_of_its_own_lm_head(head: Any) -> None:
+    sizes = dict(hidden_size=WIDTH, vocab_size=VOCAB_SIZE, num_draft_heads=2, head=head)
+    hidden, lm_head = inputs()[0], jnp.asarray(np.random.default_rng(3).normal(size=(VOCAB_SIZE, WIDTH)), jnp.float32)
+    for module, config, arguments in (
+        (Medusa, MedusaConfig(**sizes), (hidden,)),
+        (Hydra, HydraConfig(**sizes), (hidden, jnp.stack([hidden] * 2, axis=-2))),
+    ):
+        model, params = random_drafter(config, module)
+        wanted = head.init_params(jax.random.key(0), hidden_size=WIDTH, vocab_size=VOCAB_SIZE, dtype=jnp.float32)
+        for index in range(2):
+            found = params[f"head_{index}"]["draft_head"]
+            assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+        target_head = lm_head if head.shared else None
+        scores = model.apply({"params": params}, *arguments, target_head)
+        for_training = model.apply({"params": params}, *arguments, target_head, method="training_scores")
+        last, distributions = (scores[-1], for_training[-1]) if module is Medusa else (scores, for_training)
+        assert last.logits.shape[:2] == (2, NUM_TOKENS)
+        assert last.token_ids.shape[-1] == last.logits.shape[-1] < VOCAB_SIZE
+        assert len(distributions) == (2 if head.shared else 1)
 
 
 @pytest.mark.parametrize("config", [MedusaConfig, HydraConfig])
 def test_head_configurations_check_themselves(config: Any) -> None:
     with pytest.raises(ValueError, match="num_draft_heads must be a positive int, got 0"):
         config(hidden_size=WIDTH, vocab_size=VOCAB_SIZE, num_draft_heads=0)
+    with pytest.raises(ValueError, match="TrimmedHead.num_tokens must be at most vocab_size = 64, got 65"):
+        config(hidden_size=WIDTH, vocab_size=VOCAB_SIZE, num_draft_heads=1, head=TrimmedHead(num_tokens=65))

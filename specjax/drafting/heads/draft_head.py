@@ -108,7 +108,7 @@ def matrix(params: Mapping[str, Any], shared_head: jax.Array | None, *, shared: 
     if not shared:
         return params["lm_head"]
     if shared_head is None:
-        raise ValueError("this draft head has no LM head of its own: pass the shared one as shared_head")
+        raise ValueError("this draft head has no LM head of its own: pass the one that it shares, such as the target's")
     return shared_head
 
 

@@ -204,8 +204,10 @@ def test_medusa_logits_equal_those_of_the_paper(tmp_path: Path, layout: str, num
             renamed[f"blocks.{head}.layers.{index}.{rest[-1]}" if len(rest) == 2 else f"lm_heads.{head}.weight"] = tensor
         write_drafter(tmp_path, raw, renamed)
     config, params = opened(tmp_path)
-    logits = Medusa(config, dtype=jnp.float32, param_dtype=jnp.float32).apply({"params": params}, hidden)
-    np.testing.assert_allclose(np.asarray(logits), np.stack(expected[:2], axis=1), rtol=0, atol=TOLERANCE)
+    scores = Medusa(config, dtype=jnp.float32, param_dtype=jnp.float32).apply({"params": params}, hidden)
+    assert len(scores) == 2
+    for ours, theirs in zip(scores, expected, strict=False):
+        np.testing.assert_allclose(np.asarray(ours.logits), theirs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("grounded", [True, False])
@@ -231,8 +233,8 @@ def test_hydra_logits_equal_those_of_the_paper(tmp_path: Path, grounded: bool) -
     config, params = opened(save_torch(tmp_path, raw, tensors, "hydra_lm_head.pt"))
     model = Hydra(config, dtype=jnp.float32, param_dtype=jnp.float32)
     for head in range(3):
-        logits = model.apply({"params": params}, hidden, embeddings[:, : head + 1])
-        np.testing.assert_allclose(np.asarray(logits), expected[head], rtol=0, atol=TOLERANCE)
+        scores = model.apply({"params": params}, hidden, embeddings[:, : head + 1])
+        np.testing.assert_allclose(np.asarray(scores.logits), expected[head], rtol=0, atol=TOLERANCE)
 
 
 def test_a_draft_vocabulary_is_as_large_as_the_head_in_the_file(tmp_path: Path) -> None:

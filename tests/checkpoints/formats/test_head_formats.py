@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specjax.checkpoints.formats.drafters import open_drafter
+from specjax.drafting.heads import FullHead
 from tests.checkpoints.published_drafters import (
     VOCAB_SIZE,
     WIDTH,
@@ -30,7 +31,7 @@ def test_medusa_heads_without_lm_heads_take_the_targets_vocabulary(tmp_path: Pat
     raw = dict(medusa_num_heads=2, medusa_num_layers=1, version="2")
     folder = write_drafter(tmp_path, raw, medusa_tensors(head=False), file="medusa_lm_head.safetensors")
     config = opened(folder, target=target()).config
-    assert (config.own_head, config.block_bias, config.vocab_size) == (False, False, VOCAB_SIZE)
+    assert (config.head, config.block_bias, config.vocab_size) == (FullHead(shared=True), False, VOCAB_SIZE)
     with pytest.raises(ValueError, match="its vocabulary has to be known"):
         open_drafter(folder)
 
