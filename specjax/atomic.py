@@ -58,7 +58,8 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
         destination: The folder to create; its parents are made. Of a symbolic link the folder that it points to.
         force: Replace a folder that exists, if it is empty or holds `marker`.
         marker: A file that what is written here has, and what is replaced must have.
-        keep_unfinished: The block can go on from what an interrupted run left: it gets the folder as it was, and leaves it if it fails.
+        keep_unfinished: The block can go on from what an interrupted run left: it gets the folder as it was, and if it fails
+            leaves what is in it.
 
     Yields:
         The folder to write into, beside the destination; empty unless `keep_unfinished`.
@@ -88,7 +89,7 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
         except BaseException:
             if replaced.exists() and not destination.exists():
                 replaced.rename(destination)
-            if not keep_unfinished:
+            if not keep_unfinished or not any(partial.iterdir()):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
