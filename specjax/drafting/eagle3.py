@@ -168,10 +168,6 @@ class Eagle3(PureModule):
         """
         return self.config.head.scores(self.draft_head, hidden, target_head)
 
-    def training_scores(self, hidden: jax.Array, target_head: jax.Array | None = None) -> tuple[HeadScores, ...]:
-        """Every distribution that has to be brought close to the target's; arguments as those of `scores`."""
-        return self.config.head.training_scores(self.draft_head, hidden, target_head)
-
     def init_cache(self, *, batch_size: int, capacity: int, context_limit: jax.Array | None = None, sharding=None) -> KVCache:
         """An empty cache in the compute dtype; see `Transformer.init_cache`."""
         decoder = Transformer(self.config.decoder, dtype=self.dtype, parent=None)

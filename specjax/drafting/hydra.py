@@ -79,10 +79,10 @@ class Hydra(PureModule):
         head, x = self._inputs(hidden, embeddings)
         return head(x, target_head)
 
-    def training_scores(self, hidden: jax.Array, embeddings: jax.Array, target_head: jax.Array | None = None) -> tuple[HeadScores, ...]:
-        """Every distribution of head i that has to be brought close to the target's; arguments as those of a call."""
+    def state(self, hidden: jax.Array, embeddings: jax.Array) -> jax.Array:
+        """`[..., D]`, what the LM head of head i reads; arguments as those of a call."""
         head, x = self._inputs(hidden, embeddings)
-        return head.training_scores(x, target_head)
+        return head.blocks_of(x)
 
     def init_params(self, rng: jax.Array) -> dict:
         """Random parameters; see `Transformer.init_params`."""
@@ -118,12 +118,9 @@ class _Head(nn.Module):
         self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=cfg.vocab_size, dtype=self.param_dtype)
 
     def __call__(self, x: jax.Array, target_head: jax.Array | None) -> HeadScores:
-        return self.config.head.scores(self.draft_head, self._blocks(x), target_head)
+        return self.config.head.scores(self.draft_head, self.blocks_of(x), target_head)
 
-    def training_scores(self, x: jax.Array, target_head: jax.Array | None) -> tuple[HeadScores, ...]:
-        return self.config.head.training_scores(self.draft_head, self._blocks(x), target_head)
-
-    def _blocks(self, x: jax.Array) -> jax.Array:
+    def blocks_of(self, x: jax.Array) -> jax.Array:
         """`residual(x) + silu(linear(x))` for each block."""
         for index, block in enumerate(self.blocks):
             inner = nn.silu(_linear(x, *block))

@@ -74,9 +74,9 @@ class Medusa(PureModule):
         """
         return tuple(head(hidden.astype(self.dtype), target_head) for head in self.heads)
 
-    def training_scores(self, hidden: jax.Array, target_head: jax.Array | None = None) -> tuple[tuple[HeadScores, ...], ...]:
-        """For each head, every distribution that has to be brought close to the target's; arguments as those of a call."""
-        return tuple(head.training_scores(hidden.astype(self.dtype), target_head) for head in self.heads)
+    def states(self, hidden: jax.Array) -> tuple[jax.Array, ...]:
+        """`[..., D]` of each head: what its LM head reads."""
+        return tuple(head.blocks_of(hidden.astype(self.dtype)) for head in self.heads)
 
     def init_params(self, rng: jax.Array) -> dict:
         """Random parameters; see `Transformer.init_params`."""
@@ -99,12 +99,9 @@ class _Head(nn.Module):
         self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=cfg.vocab_size, dtype=dtype)
 
     def __call__(self, x: jax.Array, target_head: jax.Array | None) -> HeadScores:
-        return self.config.head.scores(self.draft_head, self._blocks(x), target_head)
+        return self.config.head.scores(self.draft_head, self.blocks_of(x), target_head)
 
-    def training_scores(self, x: jax.Array, target_head: jax.Array | None) -> tuple[HeadScores, ...]:
-        return self.config.head.training_scores(self.draft_head, self._blocks(x), target_head)
-
-    def _blocks(self, x: jax.Array) -> jax.Array:
+    def blocks_of(self, x: jax.Array) -> jax.Array:
         """`x + silu(x W + b)` for each block."""
         for index, weight in enumerate(self.blocks):
             inner = product(x, weight)

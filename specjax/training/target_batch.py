@@ -77,20 +77,26 @@ def target_outputs(
         loss_mask: `[B,T]` bool.
         feature_layers: Boundaries to capture; of several drafters the union.
     """
+    hidden, features = whole_texts(target, params, tokens, feature_layers=feature_layers)
+    return TargetBatch(tokens=tokens, loss_mask=loss_mask, hidden=hidden, features=features, feature_layers=feature_layers)
+
+
+def whole_texts(
+    model: Transformer, params: Any, tokens: jax.Array, *, feature_layers: tuple[int, ...] = ()
+) -> tuple[jax.Array, jax.Array | None]:
+    """`hidden [B,T,D]` and `features [B,T,C*D]` of a pass over whole texts; see `target_outputs`."""
     batch_size, num_tokens = tokens.shape
 
     def run(tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        cache = target.init_cache(batch_size=tokens.shape[0], capacity=num_tokens)
-        output = target.apply({"params": params}, tokens, cache, feature_layers=feature_layers)
+        cache = model.init_cache(batch_size=tokens.shape[0], capacity=num_tokens)
+        output = model.apply({"params": params}, tokens, cache, feature_layers=feature_layers)
         return output.hidden, output.features
 
-    rows = _rows_a_pass(batch_size, 4 * target.config.num_heads * num_tokens**2)
+    rows = _rows_a_pass(batch_size, 4 * model.config.num_heads * num_tokens**2)
     if rows == batch_size:
-        hidden, features = run(tokens)
-    else:
-        groups = jax.lax.map(run, tokens.reshape(-1, rows, num_tokens))
-        hidden, features = jax.tree.map(lambda x: x.reshape(batch_size, *x.shape[2:]), groups)
-    return TargetBatch(tokens=tokens, loss_mask=loss_mask, hidden=hidden, features=features, feature_layers=feature_layers)
+        return run(tokens)
+    groups = jax.lax.map(run, tokens.reshape(-1, rows, num_tokens))
+    return jax.tree.map(lambda x: x.reshape(batch_size, *x.shape[2:]), groups)
 
 
 def _rows_a_pass(batch_size: int, bytes_a_row: int) -> int:

@@ -74,12 +74,12 @@ def training_time_test(
     earlier: tuple[Steps, ...] = ((),) * decoder.num_layers
     all_hidden = []
     for step in range(num_steps):
-        hidden, state, earlier = run(variables, _ahead(embeddings, step + 1), state, earlier)
+        hidden, state, earlier = run(variables, rows_ahead(embeddings, step + 1), state, earlier)
         all_hidden.append(hidden)
     return jnp.stack(all_hidden)
 
 
-def _ahead(x: jax.Array, distance: int) -> jax.Array:
+def rows_ahead(x: jax.Array, distance: int) -> jax.Array:
     """`[B,T,...]`: at t what stood at t + distance; zeros beyond the end."""
     return jnp.pad(x[:, distance:], ((0, 0), (0, min(distance, x.shape[1])), *((0, 0),) * (x.ndim - 2)))
 

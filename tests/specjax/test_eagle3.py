@@ -237,11 +237,12 @@ def test_each_medusa_and_hydra_head_has_the_arrays_of_its_own_lm_head(head: Any)
             assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
         target_head = lm_head if head.shared else None
         scores = model.apply({"params": params}, *arguments, target_head)
-        for_training = model.apply({"params": params}, *arguments, target_head, method="training_scores")
-        last, distributions = (scores[-1], for_training[-1]) if module is Medusa else (scores, for_training)
+        states = model.apply({"params": params}, *arguments, method="states" if module is Medusa else "state")
+        last, state = (scores[-1], states[-1]) if module is Medusa else (scores, states)
         assert last.logits.shape[:2] == (2, NUM_TOKENS)
         assert last.token_ids.shape[-1] == last.logits.shape[-1] < VOCAB_SIZE
-        assert len(distributions) == (2 if head.shared else 1)
+        from_state = head.scores(params["head_1"]["draft_head"], state, target_head)
+        np.testing.assert_allclose(last.logits, from_state.logits, atol=FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("config", [MedusaConfig, HydraConfig])
