@@ -23,15 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.experiment import ExperimentError, local_field, path_field
+from experiments.mid_decode import Middle, decoding_loop, drafting_loop
 from experiments.models import Model, load_model
-from experiments.presets import kv_bytes, random_array, weight_bytes_per_pass
-from experiments.timing import LoopTiming, copy_bandwidth, count_executions, time_loop
+from experiments.presets import kv_bytes, weight_bytes_per_pass
+from experiments.timing import Loop, LoopTiming, copy_bandwidth, count_executions, time_loop
 from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, speculative_generate
 from specjax.drafting.drafter import Drafter
-from specjax.generate import decode_step, prepare_call
-from specjax.requests import Request, row_keys
-from specjax.state import Commit, Context, DecodeState, FinishReason
-from specjax.statistics import Statistics
 
 PROMPT_LOOKUP = "prompt_lookup"
 MODES = ("decode", "speculative_step", "executions")
@@ -93,48 +90,23 @@ class Case:
     context: int
     measured_bandwidth: float | None
 
-    def state(self, drafter: Drafter | None, drafter_params: Any, *, steps_margin: int) -> tuple[Request, GenerateConfig, DecodeState]:
-        """A decode in the middle: random tokens, keys and values, `long_steps` before the last pass's rows end at `context`."""
-        draft_length = 0 if drafter is None else self.config.num_speculative_tokens
-        start = self.context - self.config.long_steps - draft_length - 1
-        if start < 2:
-            raise ExperimentError(f"a context of {self.context} tokens is too short for loops of {self.config.long_steps} steps")
-        capacity = -(-(self.context + steps_margin) // 64) * 64
-        static = GenerateConfig(
-            max_new_tokens=capacity - start - draft_length - 1,
-            num_speculative_tokens=max(draft_length, 1),
-            cache_capacity=capacity + 128,  # room for the check's rounding; the cache below has `capacity`
-        )
-        model = self.target.model
-        prompt = np.zeros((self.batch, 1), np.int32)
-        request, static = prepare_call(model, drafter, drafter_params, prompt, config=static, ignore_eos=True)
-        static = dataclasses.replace(static, cache_capacity=capacity)
+    def time(self, drafter: Drafter | None, drafter_params: Any, *, margin: int = 0) -> LoopTiming:
+        """Times the library's own step with this drafter, or plain."""
+        middle = self.middle(0 if drafter is None else self.config.num_speculative_tokens, margin)
+        return self.time_loop(decoding_loop(self.target.model, self.target.params, drafter, drafter_params, middle))
 
-        rng = jax.random.key(1)
-        token_rng, cache_rng, drafter_rng = jax.random.split(rng, 3)
-        tokens = jax.random.randint(token_rng, (self.batch, capacity), 0, model.config.vocab_size, jnp.int32)
-        context = Context(tokens=tokens, length=jnp.full((self.batch,), start + 1, jnp.int32))
-        drafter_state = None
-        if drafter is not None:
-            drafter_state = _randomised(drafter.init(drafter_params, batch_size=self.batch, capacity=capacity), drafter_rng)
-            begun = Commit(context=context, num_committed=jnp.ones((self.batch,), jnp.int32), features=None)
-            drafter_state = drafter.commit(drafter_params, drafter_state, begun)
-        cache = _randomised(model.init_cache(batch_size=self.batch, capacity=capacity), cache_rng)
-        state = DecodeState(
-            context=context,
-            num_generated=jnp.zeros((self.batch,), jnp.int32),
-            finish_reason=jnp.full((self.batch,), FinishReason.RUNNING, jnp.int32),
-            target_cache=cache.with_length(context.length - 1),
-            drafter_state=drafter_state,
-            row_keys=row_keys(request.rng, self.batch),
-            log_probs=jnp.zeros((self.batch, 0), jnp.float32),
-            statistics=Statistics.zeros(self.batch, draft_length),
-        )
-        return request, static, state
-
-    def time(self, step: Any, params: Any, state: Any) -> LoopTiming:
+    def time_loop(self, loop: Loop) -> LoopTiming:
         config = self.config
-        return time_loop(step, params, state, short=config.short_steps, long=config.long_steps, repeats=config.repeats)
+        return time_loop(loop.step, loop.params, loop.state, short=config.short_steps, long=config.long_steps, repeats=config.repeats)
+
+    def middle(self, num_speculative_tokens: int, margin: int) -> Middle:
+        return Middle(
+            batch=self.batch,
+            context=self.context,
+            num_steps=self.config.long_steps,
+            num_speculative_tokens=num_speculative_tokens,
+            margin=margin,
+        )
 
     def floor_ms(self, model: Model, *, rows: int, passes: int = 1) -> float:
         """Weights and keys and values of `passes` forward passes of `rows` positions a sequence over the bandwidth."""
@@ -145,7 +117,7 @@ class Case:
         weights = weight_bytes_per_pass(model.params, shape, num_tokens=self.batch * rows)
         return weights + kv_bytes(shape, batch=self.batch, context=self.context, itemsize=itemsize)
 
-    def row(self, state: DecodeState, rows: int) -> dict:
+    def row(self, rows: int, *, margin: int = 0) -> dict:
         return {
             "model": self.target.name,
             "weights": self.target.weights,
@@ -154,7 +126,7 @@ class Case:
             "dtype": self.config.dtype,
             "batch": self.batch,
             "context": self.context,
-            "cache_capacity": state.target_cache.capacity,
+            "cache_capacity": self.middle(rows - 1, margin).capacity,
             "weight_bytes": weight_bytes_per_pass(self.target.params, self.target.model.config, num_tokens=self.batch * rows),
             "bandwidth_bytes_per_s": self.config.bandwidth_bytes_per_s,
             "copy_bandwidth_bytes_per_s": self.measured_bandwidth,
@@ -216,12 +188,11 @@ def decode_row(case: Case, rows: int) -> dict:
     """Times steps of `rows` positions that emit one token."""
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, num_speculative_tokens=max(rows - 1, 1)))
     drafter = None if rows == 1 else NoDraft()
-    request, static, state = case.state(drafter, None, steps_margin=0)
-    timing = case.time(_whole_step(case.target, drafter, static, request), (case.target.params, None), state)
+    timing = case.time(drafter, None)
     floor_ms = case.floor_ms(case.target, rows=rows)
     return {
         "mode": "decode",
-        **case.row(state, rows),
+        **case.row(rows),
         "rows": rows,
         **timing.as_row(),
         "floor_ms": floor_ms,
@@ -235,19 +206,16 @@ def speculative_row(case: Case, drafter: Drafter, draft_model: Model | None) -> 
     num_drafted = case.config.num_speculative_tokens
     drafter_params = None if draft_model is None else draft_model.params
     margin = case.config.long_steps * num_drafted  # a step may commit that many tokens more than a plain one
-    request, static, state = case.state(drafter, drafter_params, steps_margin=margin)
-    params = (case.target.params, drafter_params)
-    whole = case.time(_whole_step(case.target, drafter, static, request), params, state)
-    propose = case.time(_propose_step(case.target, drafter, static, request), params, state)
-    without = dataclasses.replace(state, drafter_state=None)
-    verification = case.time(_whole_step(case.target, NoDraft(), static, request), (case.target.params, None), without)
-    without = dataclasses.replace(without, statistics=Statistics.zeros(case.batch, 0))
-    plain = case.time(_whole_step(case.target, None, static, request), (case.target.params, None), without)
+    whole = case.time(drafter, drafter_params, margin=margin)
+    middle, vocab_size = case.middle(num_drafted, margin), case.target.model.config.vocab_size
+    propose = case.time_loop(drafting_loop(drafter, drafter_params, middle, vocab_size=vocab_size, feature_shape=None))
+    verification = case.time(NoDraft(), None, margin=margin)
+    plain = case.time(None, None, margin=margin)
     floor_ms = case.floor_ms(case.target, rows=num_drafted + 1)
     floor_ms += 0.0 if draft_model is None else case.floor_ms(draft_model, rows=1, passes=num_drafted)
     return {
         "mode": "speculative_step",
-        **case.row(state, num_drafted + 1),
+        **case.row(num_drafted + 1, margin=margin),
         "drafter": "prompt_lookup" if draft_model is None else draft_model.name,
         "drafter_weights": None if draft_model is None else draft_model.weights,
         "num_speculative_tokens": num_drafted,
@@ -283,52 +251,3 @@ def executions_row(case: Case) -> dict:
         "steps": int(output.statistics.num_steps),
         "executions": count_executions(call),
     }
-
-
-def _whole_step(target: Model, drafter: Drafter | None, static: GenerateConfig, request: Request):
-    def step(params, state):
-        return decode_step(target.model, drafter, static, params[0], params[1], request, state)
-
-    return step
-
-
-def _propose_step(target: Model, drafter: Drafter, static: GenerateConfig, request: Request):
-    """Proposes, then commits the first draft token alone, without a target."""
-    num_drafted = static.num_speculative_tokens
-
-    def step(params, state):
-        draft, drafter_state = drafter.propose(
-            params[1],
-            state.drafter_state,
-            state.context,
-            num_speculative_tokens=num_drafted,
-            sampling=None,
-            row_keys=state.row_keys,
-        )
-        context = state.context
-        rows = jnp.arange(context.length.shape[0])
-        tokens = context.tokens.at[rows, context.length].set(draft.tokens[:, 0])
-        context = Context(tokens=tokens, length=context.length + 1)
-        features = _random_features(target, drafter, num_drafted + 1, context)
-        commit = Commit(context=context, num_committed=jnp.ones_like(context.length), features=features)
-        return dataclasses.replace(state, context=context, drafter_state=drafter.commit(params[1], drafter_state, commit))
-
-    return step
-
-
-def _random_features(target: Model, drafter: Drafter, num_rows: int, context: Context) -> jax.Array | None:
-    if not drafter.feature_layers:
-        return None
-    width = len(drafter.feature_layers) * target.model.config.hidden_size
-    shape = (context.length.shape[0], num_rows, width)
-    return jax.random.normal(jax.random.key(3), shape, target.model.dtype)
-
-
-def _randomised(tree: Any, rng: jax.Array) -> Any:
-    """Random normal values in every array of floats."""
-    leaves, treedef = jax.tree.flatten(tree)
-    filled = [
-        random_array(jax.random.fold_in(rng, index), leaf.shape, leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        for index, leaf in enumerate(leaves)
-    ]
-    return jax.tree.unflatten(treedef, filled)

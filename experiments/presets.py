@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import ModelConfig, MoEConfig, RopeConfig, Transformer
+from specjax.drafting.eagle3 import Eagle3
 
 
 def llama31_8b() -> ModelConfig:
@@ -159,7 +160,7 @@ _PRESETS = (llama31_8b, llama32_1b, qwen25_15b, qwen25_05b, qwen3_30b_a3b, gpt_o
 PRESETS = {preset.__name__: preset for preset in _PRESETS}
 
 
-def random_params(model: Transformer, rng: jax.Array) -> dict:
+def random_params(model: Transformer | Eagle3, rng: jax.Array) -> dict:
     """Random weights of a model's shapes in its `param_dtype`, leaf by leaf on the device; norm scales near one, the rest `N(0, 0.02²)`."""
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,48 +57,83 @@ class LoopTiming:
         }
 
 
-def time_loop(step: Callable[[Any, Any], Any], params: Any, state: Any, *, short: int, long: int, repeats: int) -> LoopTiming:
-    """Times `state = step(params, state)` inside a jitted `while_loop`.
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What a loop repeats: `state = step(params, state)`.
 
-    The number of steps is traced, so both loops are one program, and its fixed cost (launch, copying the state into the carry) cancels.
-
-    Args:
+    Attributes:
         step: Pure.
         params: What does not change.
         state: Where every loop starts; it is not donated.
+    """
+
+    step: Callable[[Any, Any], Any]
+    params: Any
+    state: Any
+
+
+def time_loop(step: Callable[[Any, Any], Any], params: Any, state: Any, *, short: int, long: int, repeats: int) -> LoopTiming:
+    """Times one loop; see `time_loops`."""
+    return time_loops({"": Loop(step, params, state)}, short=short, long=long, repeats=repeats)[""]
+
+
+def time_loops(loops: Mapping[K, Loop], *, short: int, long: int, repeats: int, compile_threads: int = 1) -> dict[K, LoopTiming]:
+    """Times loops side by side: each as a jitted `while_loop`, in turn, `repeats` times, so that what drifts meets all of them alike.
+
+    The number of steps is traced, so the short and the long loop are one program, and its fixed cost (launch, copying the state into the
+    carry) cancels.
+
+    Args:
+        loops: By name.
         short: Steps of the short loop.
         long: Steps of the long one.
         repeats: Pairs of loops to time, after a warm-up of each.
+        compile_threads: Programs to compile at a time; `compile_s` is then longer than it would be alone.
 
     Raises:
         ValueError: Unless 0 < short < long and repeats > 0.
     """
     if not (0 < short < long and repeats > 0):
         raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got {short=}, {long=}, {repeats=}")
+    with concurrent.futures.ThreadPoolExecutor(compile_threads) as pool:  # one is traced while others compile
+        pending = {name: pool.submit(_compile, _lower(loop)) for name, loop in loops.items()}
+        compiled = {name: future.result() for name, future in pending.items()}
 
-    def loop(params, state, num_steps):
-        carry = (jnp.int32(0), state)
-        return lax.while_loop(lambda carry: carry[0] < num_steps, lambda carry: (carry[0] + 1, step(params, carry[1])), carry)[1]
-
-    begin = time.perf_counter()
-    compiled = jax.jit(loop).lower(params, state, np.int32(0)).compile()
-    compile_s = time.perf_counter() - begin
-
-    def wall_ms(num_steps: int) -> float:
+    def wall_ms(name: K, num_steps: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(compiled(params, state, np.int32(num_steps)))
+        jax.block_until_ready(compiled[name][0](loops[name].params, loops[name].state, np.int32(num_steps)))
         return (time.perf_counter() - begin) * 1e3
 
-    for num_steps in (short, long):
-        wall_ms(num_steps)
-    pairs = [(wall_ms(short), wall_ms(long)) for _ in range(repeats)]
-    return LoopTiming(
-        ms_per_step=tuple((long_ms - short_ms) / (long - short) for short_ms, long_ms in pairs),
-        raw_short_ms=tuple(short_ms for short_ms, _ in pairs),
-        raw_long_ms=tuple(long_ms for _, long_ms in pairs),
-        compile_s=compile_s,
-        temp_bytes=_temp_bytes(compiled),
-    )
+    for name in loops:
+        for num_steps in (short, long):
+            wall_ms(name, num_steps)
+    pairs: dict[K, list[tuple[float, float]]] = {name: [] for name in loops}
+    for _ in range(repeats):
+        for name, found in pairs.items():
+            found.append((wall_ms(name, short), wall_ms(name, long)))
+    return {
+        name: LoopTiming(
+            ms_per_step=tuple((long_ms - short_ms) / (long - short) for short_ms, long_ms in found),
+            raw_short_ms=tuple(short_ms for short_ms, _ in found),
+            raw_long_ms=tuple(long_ms for _, long_ms in found),
+            compile_s=compiled[name][1],
+            temp_bytes=_temp_bytes(compiled[name][0]),
+        )
+        for name, found in pairs.items()
+    }
+
+
+def _lower(loop: Loop) -> Any:
+    def repeated(params: Any, state: Any, num_steps: Any) -> Any:
+        carry = (jnp.int32(0), state)
+        return lax.while_loop(lambda carry: carry[0] < num_steps, lambda carry: (carry[0] + 1, loop.step(params, carry[1])), carry)[1]
+
+    return jax.jit(repeated).lower(loop.params, loop.state, np.int32(0))
+
+
+def _compile(lowered: Any) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - begin
 
 
 def copy_bandwidth(num_bytes: int, *, repeats: int = 5) -> float | None:

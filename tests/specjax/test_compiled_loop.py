@@ -10,6 +10,7 @@ import pytest
 from experiments.presets import qwen25_15b
 from specjax import DraftModel, GenerateConfig, ModelConfig, MoEConfig, PromptLookup, RopeConfig, Transformer
 from specjax.generate import _generate, prepare_call
+from tests.compiled import instructions_in_loops
 
 CONFIG = ModelConfig(
     vocab_size=97,
@@ -51,28 +52,6 @@ def compiled_text(
         config=config,
     )
     return _generate.lower(model, drafter, static, params, drafter_params, request, None).compile().as_text()
-
-
-def instructions_in_loops(text: str) -> list[str]:
-    """The instructions of every computation that a while body reaches."""
-    computations: dict[str, list[str]] = {}
-    current = ""
-    for line in text.splitlines():
-        start = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)
-        if start and not line.startswith(" "):
-            current = start.group(1)
-            computations[current] = []
-        elif current and line.startswith(" "):
-            computations[current].append(line.strip())
-    pending = [name for lines in computations.values() for line in lines for name in re.findall(r"body=%?([\w.\-]+)", line)]
-    reached: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name not in reached:
-            reached.add(name)
-            for line in computations[name]:
-                pending += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", line)
-    return [line for name in reached for line in computations[name]]
 
 
 def moves_of_the_cache(text: str, batch_size: int, operations: str) -> list[str]:

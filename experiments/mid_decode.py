@@ -1,0 +1,187 @@
+"""A decode in the middle, for timing: random tokens, keys and values, and the steps that a timed loop repeats from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.experiment import ExperimentError
+from experiments.presets import random_array
+from experiments.timing import Loop
+from specjax import GenerateConfig, SamplingParams, Transformer
+from specjax.drafting.drafter import Drafter
+from specjax.drafting.eagle3_drafter import Eagle3State
+from specjax.generate import decode_step, prepare_call
+from specjax.requests import row_keys
+from specjax.sampling import split_row_keys
+from specjax.state import Commit, Context, DecodeState, Draft, FinishReason
+from specjax.statistics import Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Middle:
+    """Where the loops are: `num_steps` steps before the last pass's rows end at `context`.
+
+    Attributes:
+        batch: B.
+        context: Tokens in the cache when the longest loop ends.
+        num_steps: Steps of the longest loop.
+        num_speculative_tokens: G; 0 decodes plainly.
+        margin: Slots beyond `context`, for steps that commit more than one token.
+        do_sample: Tokens are sampled, at temperature 1.
+    """
+
+    batch: int
+    context: int
+    num_steps: int
+    num_speculative_tokens: int
+    margin: int = 0
+    do_sample: bool = False
+
+    def __post_init__(self) -> None:
+        if self.start < 2:
+            raise ExperimentError(f"a context of {self.context} tokens is too short for loops of {self.num_steps} steps")
+
+    @property
+    def start(self) -> int:
+        """Tokens in the cache at first."""
+        return self.context - self.num_steps - self.num_speculative_tokens - 1
+
+    @property
+    def capacity(self) -> int:
+        """Slots a row."""
+        return -(-(self.context + self.margin) // 64) * 64
+
+    def context_tokens(self, rng: jax.Array, vocab_size: int) -> Context:
+        """Random tokens, as many as there are slots."""
+        tokens = jax.random.randint(rng, (self.batch, self.capacity), 0, vocab_size, jnp.int32)
+        return Context(tokens=tokens, length=jnp.full((self.batch,), self.start + 1, jnp.int32))
+
+    def drafter_state(self, drafter: Drafter, params: Any, context: Context, rng: jax.Array) -> Any:
+        """The state of a drafter that has seen `context`, random."""
+        state = _randomised(drafter.init(params, batch_size=self.batch, capacity=self.capacity), rng)
+        if isinstance(state, Eagle3State):  # what its `commit` would do, without a pass
+            return dataclasses.replace(state, cache=state.cache.with_length(context.length - 1))
+        return drafter.commit(params, state, Commit(context=context, num_committed=jnp.ones_like(context.length), features=None))
+
+
+def decoding_loop(target: Transformer, target_params: Any, drafter: Drafter | None, drafter_params: Any, middle: Middle) -> Loop:
+    """The library's own step: drafting, verification, commit.
+
+    Raises:
+        ExperimentError: The context is too short for the loop.
+    """
+    num_drafted = middle.num_speculative_tokens
+    static = GenerateConfig(
+        max_new_tokens=middle.capacity - middle.start - num_drafted - 1,
+        num_speculative_tokens=max(num_drafted, 1),
+        do_sample=middle.do_sample,
+        cache_capacity=middle.capacity + 128,  # room for the check's rounding; the cache below has `capacity`
+    )
+    prompt = np.zeros((middle.batch, 1), np.int32)
+    sampled: dict[str, Any] = {"sampling": SamplingParams(), "rng": jax.random.key(4)} if middle.do_sample else {}
+    request, static = prepare_call(target, drafter, drafter_params, prompt, config=static, ignore_eos=True, **sampled)
+    static = dataclasses.replace(static, cache_capacity=middle.capacity)
+
+    token_rng, cache_rng, drafter_rng = jax.random.split(jax.random.key(1), 3)
+    context = middle.context_tokens(token_rng, target.config.vocab_size)
+    cache = _randomised(target.init_cache(batch_size=middle.batch, capacity=middle.capacity), cache_rng)
+    state = DecodeState(
+        context=context,
+        num_generated=jnp.zeros((middle.batch,), jnp.int32),
+        finish_reason=jnp.full((middle.batch,), FinishReason.RUNNING, jnp.int32),
+        target_cache=cache.with_length(context.length - 1),
+        drafter_state=None if drafter is None else middle.drafter_state(drafter, drafter_params, context, drafter_rng),
+        row_keys=row_keys(request.rng, middle.batch),
+        log_probs=jnp.zeros((middle.batch, 0), jnp.float32),
+        statistics=Statistics.zeros(middle.batch, num_drafted),
+    )
+
+    def step(params, state):
+        return decode_step(target, drafter, static, params[0], params[1], request, state)
+
+    return Loop(step, (target_params, drafter_params), state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What a step of drafting alone carries.
+
+    Attributes:
+        context: As in `DecodeState`.
+        drafter_state: Likewise.
+        row_keys: Likewise.
+        draft: The latest one: what a verification would read is written.
+    """
+
+    context: Context
+    drafter_state: Any
+    row_keys: jax.Array
+    draft: Draft
+
+
+def drafting_loop(drafter: Drafter, drafter_params: Any, middle: Middle, *, vocab_size: int, feature_shape: tuple[int, Any] | None) -> Loop:
+    """A step of the drafter without a target: it proposes G tokens, then commits the first of them.
+
+    Args:
+        drafter: The drafter.
+        drafter_params: Its params.
+        middle: Where.
+        vocab_size: V.
+        feature_shape: Width and dtype of the target's features; `None` if the drafter reads none.
+
+    Raises:
+        ExperimentError: The context is too short for the loop.
+    """
+    batch, num_drafted = middle.batch, middle.num_speculative_tokens
+    token_rng, drafter_rng, feature_rng, rng = jax.random.split(jax.random.key(1), 4)
+    context = middle.context_tokens(token_rng, vocab_size)
+    probs = jnp.zeros((batch, num_drafted, vocab_size), jnp.float32) if middle.do_sample else None
+    state = Drafting(
+        context=context,
+        drafter_state=middle.drafter_state(drafter, drafter_params, context, drafter_rng),
+        row_keys=row_keys(rng, batch),
+        draft=Draft(tokens=jnp.zeros((batch, num_drafted), jnp.int32), num_drafted=jnp.zeros((batch,), jnp.int32), probs=probs),
+    )
+    # Arguments, all of them: of a constant the compiler would make use.
+    params = {
+        "drafter": drafter_params,
+        "sampling": SamplingParams().broadcast(batch) if middle.do_sample else None,
+        "num_committed": jnp.ones((batch,), jnp.int32),
+        "features": feature_shape and random_array(feature_rng, (batch, num_drafted + 1, feature_shape[0]), feature_shape[1]),
+    }
+
+    def step(params, state):
+        next_keys, draft_keys = split_row_keys(state.row_keys, 2)
+        draft, drafter_state = drafter.propose(
+            params["drafter"],
+            state.drafter_state,
+            state.context,
+            num_speculative_tokens=num_drafted,
+            sampling=params["sampling"],
+            row_keys=draft_keys,
+        )
+        rows, count, features = jnp.arange(batch), params["num_committed"], params["features"]
+        tokens = state.context.tokens.at[rows, state.context.length].set(draft.tokens[:, 0])
+        context = Context(tokens=tokens, length=state.context.length + count)
+        if features is not None:  # they depend on the draft, as a target's do: otherwise their fusion would leave the loop
+            features = features + (draft.tokens[:, -1] % 2).astype(features.dtype)[:, None, None]
+        drafter_state = drafter.commit(params["drafter"], drafter_state, Commit(context=context, num_committed=count, features=features))
+        return Drafting(context=context, drafter_state=drafter_state, row_keys=next_keys, draft=draft)
+
+    return Loop(step, params, state)
+
+
+def _randomised(tree: Any, rng: jax.Array) -> Any:
+    """Random normal values in every array of floats."""
+    leaves, treedef = jax.tree.flatten(tree)
+    filled = [
+        random_array(jax.random.fold_in(rng, index), leaf.shape, leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, filled)
