@@ -63,8 +63,8 @@ class Experiment:
     show: Callable[[dict], str]
 
 
-def path_field(default: str | None = None) -> Any:
-    """A `Config` field that holds a path: records keep its last part only, since folders differ from machine to machine."""
+def path_field(default: str | tuple[str, ...] | None = None) -> Any:
+    """A `Config` field that holds a path, or several: records keep its last part only, since folders differ from machine to machine."""
     return dataclasses.field(default=default, metadata={"path": True})
 
 
@@ -131,7 +131,7 @@ def portable(config: Any) -> dict[str, Any]:
             continue
         value = getattr(config, field.name)
         if field.metadata.get("path") and value:
-            value = Path(value).name
+            value = tuple(Path(path).name for path in value) if isinstance(value, tuple) else Path(value).name
         values[field.name] = list(value) if isinstance(value, tuple) else value
     return values
 
