@@ -20,6 +20,7 @@ import json
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from specjax import DraftModel, GenerateConfig, MoEConfig, ModelConfig, Transformer, generate, speculative_generate
+from specjax.drafting.heads import LowRankHead, ScreenedHead
 from specjax.sharding import cache_sharding, param_shardings
 
 sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_heads=8, num_kv_heads=4, head_dim=8, max_position_embeddings=256)
@@ -32,6 +33,7 @@ config = {
 model = Transformer(config, dtype=jnp.float32, param_dtype=jnp.float32)
 params = model.init_params(jax.random.key(0))
 draft = jax.tree.map(lambda a, b: a + 0.3 * b, params, model.init_params(jax.random.key(1)))
+heads = {(2, 4): ScreenedHead(rank=8, num_candidates=16, shared=True), (1, 8): LowRankHead(rank=8)}
 prompts = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [12, 13]]
 plain = GenerateConfig(max_new_tokens=12, num_speculative_tokens=2)
 alone = generate(model, params, prompts, config=plain)
@@ -40,7 +42,10 @@ for shape in ((2, 4), (1, 8)) if sys.argv[1] == "dense" else ((2, 4),):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"))
     sharded = GenerateConfig(max_new_tokens=12, num_speculative_tokens=2, cache_sharding=cache_sharding(config, mesh, batch_size=4))
     place = lambda tree: jax.device_put(tree, param_shardings(tree, config, mesh))
-    output = speculative_generate(model, place(params), DraftModel(model), place(draft), prompts, config=sharded)
+    head = heads[shape]
+    head_params = head.init_params(jax.random.key(2), hidden_size=32, vocab_size=96, dtype=jnp.float32)
+    drafter, drafter_params = DraftModel(model, head=head), place(draft | {"draft_head": head_params})
+    output = speculative_generate(model, place(params), drafter, drafter_params, prompts, config=sharded)
     keys = output.continuation.target_cache.keys[0].sharding.spec
     results[str(shape)] = {"equal": bool((np.asarray(output.tokens) == np.asarray(alone.tokens)).all()),
                            "cache": [str(part) for part in keys],
