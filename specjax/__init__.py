@@ -3,6 +3,7 @@
 from specjax.config import GenerateConfig, ModelConfig, MoEConfig, RopeConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
+from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
@@ -23,9 +24,11 @@ __all__ = [
     "DraftModel",
     "Eagle3Drafter",
     "FinishReason",
+    "FullHead",
     "GenerateConfig",
     "GenerateOutput",
     "KVCache",
+    "LowRankHead",
     "MoEConfig",
     "ModelConfig",
     "NoDraft",
@@ -33,10 +36,12 @@ __all__ = [
     "RejectionSampling",
     "RopeConfig",
     "SamplingParams",
+    "ScreenedHead",
     "Statistics",
     "StreamUpdate",
     "SyntheticAcceptance",
     "Transformer",
+    "TrimmedHead",
     "TypicalAcceptance",
     "eagle3_params",
     "generate",

@@ -143,7 +143,7 @@ def frequent_tokens(counts: Any, num_tokens: int, always: Sequence[int] = ()) ->
 
 def _matrix_width(lm_head: Any) -> int:
     shape, dtype = getattr(lm_head, "shape", None), getattr(lm_head, "dtype", None)
-    if shape is None or len(shape) != 2 or 0 in shape or not jnp.issubdtype(dtype, jnp.floating):
+    if shape is None or dtype is None or len(shape) != 2 or 0 in shape or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"lm_head must be a matrix [V,D] of floating-point numbers, got {dtype} of shape {shape}")
     return shape[1]
 
