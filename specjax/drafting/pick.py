@@ -36,10 +36,13 @@ def pick(scores: HeadScores, sampling: SamplingParams | None, row_keys: jax.Arra
         row_keys: `[B]` typed keys.
         vocab_size: V.
     """
+    if sampling is None:
+        columns = jnp.argmax(scores.logits, axis=-1)
+        # A NaN counts as the largest, so one pass over the scores says both which is and whether it is finite.
+        usable = jnp.isfinite(jnp.take_along_axis(scores.logits, columns[:, None], axis=-1)[:, 0])
+        return Pick(tokens=scores.tokens(jnp.where(usable, columns, 0)), probs=None, usable=usable)
     usable = jnp.isfinite(scores.logits.max(axis=-1))
     logits = jnp.where(usable[:, None], scores.logits, 0.0)
-    if sampling is None:
-        return Pick(tokens=scores.tokens(jnp.argmax(logits, axis=-1)), probs=None, usable=usable)
     probs = filtered_probs(logits[:, None], sampling)[:, 0]
     tokens = scores.tokens(sample_from_probs(row_keys, probs))
     return Pick(tokens=tokens, probs=scores.over_vocabulary(probs, vocab_size), usable=usable)
