@@ -35,12 +35,13 @@ def assumed_rates(words: Sequence[str], heads: Heads) -> dict[str, tuple[float, 
         raise ExperimentError(f"rates must be HEAD=RATE/RATE/..., got {','.join(words)}") from None
 
 
-def recorded_rates(path: Path, heads: Heads) -> tuple[dict[str, tuple[float, ...]], bool]:
+def recorded_rates(path: Path, heads: Heads, *, sampled: bool) -> tuple[dict[str, tuple[float, ...]], bool]:
     """The mean over a file's rows of each head, as far as all of them go.
 
     Args:
         path: JSON, a list of rows or an experiment's record.
         heads: By name, what `describe` says of them. What a row does not say fits.
+        sampled: Rows of a `temperature` above 0 count, otherwise those of 0.
 
     Returns:
         Rates by position of the heads that have rows, and whether any of those is synthetic.
@@ -51,8 +52,8 @@ def recorded_rates(path: Path, heads: Heads) -> tuple[dict[str, tuple[float, ...
     try:
         content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         rows = content["rows"] if isinstance(content, dict) else content
-        rows = [row for row in rows if row.get("acceptance_rate_per_position")]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        rows = [row for row in rows if row.get("acceptance_rate_per_position") and (row.get("temperature", sampled) > 0) == sampled]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ExperimentError(f"acceptance={path}: expected a JSON file of rows, got {type(error).__name__}: {error}") from None
     found, synthetic = {}, False
     for name, head in heads.items():
@@ -63,5 +64,7 @@ def recorded_rates(path: Path, heads: Heads) -> tuple[dict[str, tuple[float, ...
             found[name], synthetic = tuple(map(float, rates)), synthetic or any(row.get("synthetic", False) for row in mine)
     if not found:
         wanted = ", ".join(label(head) for head in heads.values())
-        raise ExperimentError(f"acceptance={path}: no row has acceptance_rate_per_position of any of: {wanted}")
+        raise ExperimentError(
+            f"acceptance={path}: no row has acceptance_rate_per_position, {'sampled' if sampled else 'greedy'}, of any of: {wanted}"
+        )
     return found, synthetic

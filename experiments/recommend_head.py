@@ -6,8 +6,8 @@ Time: 2 minutes for an 8B target on an H200
 Result: kappa, every head's nu and break-even, and the heads and draft lengths with the most tokens a second to expect
 
 Costs are measured here, with the library's own steps. Acceptance comes from `drafters` (EAGLE-3 checkpoints that share a body's shape, each
-with a head of its own) decoding the prompts of `data_dir`; or from `acceptance`, a JSON file of rows that have `head`, `rank`, perhaps
-`rows`, and `acceptance_rate_per_position`, of which a head's are averaged; or from `rates`, as in
+with a head of its own) decoding the prompts of `data_dir`; or from `acceptance`, a JSON file of rows as `head_quality` writes them (`head`,
+`rank`, `acceptance_rate_per_position`, and perhaps `rows` and `temperature`), of which a head's are averaged; or from `rates`, as in
 `rates=full=0.75/0.55/0.4,low_rank:8=0.74/0.54/0.4`: such rates are assumptions, and the rows say `synthetic`. Without `drafters` it is
 the shape published for the target with random weights, and each of `heads` in turn. Of a head whose acceptance is not known, only the
 costs are shown.
@@ -200,7 +200,7 @@ def acceptance_rates(
     if config.rates:
         return assumed_rates(config.rates, described), True
     if config.acceptance is not None:
-        return recorded_rates(Path(config.acceptance), described)
+        return recorded_rates(Path(config.acceptance), described, sampled=config.pick == "sample")
     if config.data_dir:
         return {name: measured_rates(config, target, *trained) for name, trained in candidates.trained.items()}, False
     return {}, False

@@ -59,7 +59,7 @@ def measure_costs(
         network: The drafter, an `Eagle3`.
         params: Its params.
         heads: Heads and their arrays, by name; none is shared.
-        middle: Batch size, context, steps of the long loops, and G.
+        middle: Batch size, context, steps of the long loops, and G; its margin is settled here.
         verification_rows: At least 2 each; 2 and G + 1 are added.
         short_steps: Steps of the short loops.
         repeats: Pairs of loops.
@@ -76,9 +76,7 @@ def measure_costs(
         return with_head(network, params, head, head_params, target.model.config, target.params)
 
     def decoding(drafter: Any, drafter_params: Any, num_speculative_tokens: int) -> Loop:
-        # Of plain steps and of whole ones the contexts end alike.
-        margin = middle.num_steps * num_speculative_tokens
-        place = dataclasses.replace(middle, num_speculative_tokens=num_speculative_tokens, margin=margin)
+        place = dataclasses.replace(middle, num_speculative_tokens=num_speculative_tokens)
         return decoding_loop(target.model, target.params, drafter, drafter_params, place)
 
     def drafting(head: DraftHead, head_params: Mapping[str, Any], *, do_sample: bool) -> Loop:
@@ -86,13 +84,22 @@ def measure_costs(
         place = dataclasses.replace(middle, do_sample=do_sample)
         return drafting_loop(*drafter(head, head_params), place, vocab_size=vocab_size, feature_shape=feature_shape)
 
+    # The caches of all have as many slots: attention reads them all.
+    middle = dataclasses.replace(middle, margin=middle.num_steps * num_drafted)
     rows = tuple(sorted({2, *verification_rows, num_drafted + 1}))
     first = next(iter(heads))
-    loops = {"plain": decoding(None, None, 0), "step": decoding(*drafter(*heads[first]), num_drafted)}
-    loops |= {f"verification of {count} rows": decoding(NoDraft(), None, count - 1) for count in rows}
-    loops |= {"given": drafting(GivenToken(vocab_size=vocab_size), {}, do_sample=False)}
+    loops = {f"verification of {count} rows": decoding(NoDraft(), None, count - 1) for count in reversed(rows)}
+    loops = {"given": drafting(GivenToken(vocab_size=vocab_size), {}, do_sample=False)} | loops
     loops |= {f"head {name}": drafting(*head, do_sample=middle.do_sample) for name, head in heads.items()}
-    times = time_loops(loops, short=short_steps, long=middle.num_steps, repeats=repeats, compile_threads=compile_threads)
+    loops |= {"plain": decoding(None, None, 0), "step": decoding(*drafter(*heads[first]), num_drafted)}
+    times = time_loops(
+        loops,
+        short=short_steps,
+        long=middle.num_steps,
+        repeats=repeats,
+        compile_threads=compile_threads,
+        compile_first=2,  # the drafter's body and the pass over G + 1 rows: the others contain them
+    )
 
     def us(name: str, less: str | None = None) -> float:
         base = (0.0,) * repeats if less is None else times[less].ms_per_step

@@ -77,7 +77,9 @@ def time_loop(step: Callable[[Any, Any], Any], params: Any, state: Any, *, short
     return time_loops({"": Loop(step, params, state)}, short=short, long=long, repeats=repeats)[""]
 
 
-def time_loops(loops: Mapping[K, Loop], *, short: int, long: int, repeats: int, compile_threads: int = 1) -> dict[K, LoopTiming]:
+def time_loops(
+    loops: Mapping[K, Loop], *, short: int, long: int, repeats: int, compile_threads: int = 1, compile_first: int = 1
+) -> dict[K, LoopTiming]:
     """Times loops side by side: each as a jitted `while_loop`, in turn, `repeats` times, so that what drifts meets all of them alike.
 
     The number of steps is traced, so the short and the long loop are one program, and its fixed cost (launch, copying the state into the
@@ -89,6 +91,8 @@ def time_loops(loops: Mapping[K, Loop], *, short: int, long: int, repeats: int, 
         long: Steps of the long one.
         repeats: Pairs of loops to time, after a warm-up of each.
         compile_threads: Programs to compile at a time; `compile_s` is then longer than it would be alone.
+        compile_first: Loops that are compiled before the others: what those share with them XLA then tunes once, alike in all. Tuned at the
+            same time, two programs may get other kernels for the same product.
 
     Raises:
         ValueError: Unless 0 < short < long and repeats > 0.
@@ -96,7 +100,11 @@ def time_loops(loops: Mapping[K, Loop], *, short: int, long: int, repeats: int, 
     if not (0 < short < long and repeats > 0):
         raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got {short=}, {long=}, {repeats=}")
     with concurrent.futures.ThreadPoolExecutor(compile_threads) as pool:  # one is traced while others compile
-        pending = {name: pool.submit(_compile, _lower(loop)) for name, loop in loops.items()}
+        pending = {}
+        for index, (name, loop) in enumerate(loops.items()):
+            pending[name] = pool.submit(_compile, _lower(loop))
+            if index < compile_first:
+                pending[name].result()
         compiled = {name: future.result() for name, future in pending.items()}
 
     def wall_ms(name: K, num_steps: int) -> float:

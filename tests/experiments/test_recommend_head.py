@@ -123,10 +123,10 @@ def test_costs_are_measured_by_running_every_loop(monkeypatch):
 
     monkeypatch.setattr(step_costs, "time_loops", timed)
     monkeypatch.setitem(STEP_MS, "head low_rank:8", STEP_MS[f"head {LOW_RANK}"])
-    words = ["target=tiny", "heads=low_rank:8", "pick=sample", "repeats=2", *(word for word in SMALL if not word.startswith("repeats"))]
+    words = ["target=tiny", "heads=low_rank:8", "pick=sample", *SMALL]
     list(recommend_head.run(parse_config(recommend_head.Config, words)))
     assert len(found) == 7
-    assert all(len(timing.ms_per_step) == 2 for timing in found.values())
+    assert all(len(timing.ms_per_step) == 1 for timing in found.values())
 
 
 def test_a_head_is_held_against_the_full_one_at_the_longest_draft_that_both_are_known_of():
@@ -158,14 +158,16 @@ def test_recorded_rates_are_found_by_head_and_averaged(tmp_path):
         {"head": "low_rank", "rank": 8, "acceptance_rate_per_position": [0.1, 0.1]},
         {"head": "low_rank", "rank": 4, "rows": 50, "acceptance_rate_per_position": [0.1, 0.1]},
         {"head": "low_rank", "rank": 4, "mean_acceptance_length": 3.0},
+        {"head": "low_rank", "rank": 4, "temperature": 1.0, "acceptance_rate_per_position": [0.3, 0.2]},
     ]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"experiment": "head_quality", "rows": rows}))
-    found, synthetic = recorded_rates(path, HEADS)
+    found, synthetic = recorded_rates(path, HEADS, sampled=False)
     assert found == {"full": pytest.approx((0.8, 0.6, 0.4)), "low_rank:8": pytest.approx((0.6, 0.4))}
     assert synthetic is False
+    assert recorded_rates(path, HEADS, sampled=True)[0]["low_rank:8"] == pytest.approx((1.5 / 3, 1.0 / 3))
     path.write_text(json.dumps([rows[0] | {"synthetic": True}]))
-    assert recorded_rates(path, HEADS) == ({"full": pytest.approx((0.8, 0.6, 0.4))}, True)
+    assert recorded_rates(path, HEADS, sampled=False) == ({"full": pytest.approx((0.8, 0.6, 0.4))}, True)
 
 
 def test_assumed_rates_are_read_from_words():
@@ -176,8 +178,10 @@ def test_assumed_rates_are_read_from_words():
 def test_a_file_without_rates_of_these_heads_is_refused(tmp_path, content):
     path = tmp_path / "rows.json"
     path.write_text(content)
-    with pytest.raises(ExperimentError, match="rows.json: (expected a JSON file of rows|no row has .* of any of: full, low_rank, R 4)"):
-        recorded_rates(path, HEADS)
+    with pytest.raises(
+        ExperimentError, match="rows.json: (expected a JSON file of rows|no row has .*, greedy, of any of: full, low_rank, R 4)"
+    ):
+        recorded_rates(path, HEADS, sampled=False)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +202,16 @@ def test_settings_that_exclude_each_other_are_refused(words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rates=screened:8=0.5"], "rates name screened:8; the heads are full, low_rank:8"),
-        (["rates=full=high"], "HEAD=RATE/RATE/..., got full=high"),
-        (["rates=full=0.5/0.6"], "must not rise"),
-        (["acceptance=nothing.json"], "FileNotFoundError"),
+        (["heads=low_rank:8", "rates=screened:8=0.5"], "rates name screened:8; the heads are full, low_rank:8"),
+        (["heads=low_rank:8", "rates=full=high"], "HEAD=RATE/RATE/..., got full=high"),
+        (["heads=low_rank:8", "rates=full=0.5/0.6"], "must not rise"),
+        (["heads=low_rank:8", "acceptance=nothing.json"], "FileNotFoundError"),
+        (["heads=shared"], "heads must have arrays of their own, got shared"),
     ],
 )
 def test_acceptance_that_cannot_be_is_refused_before_anything_is_timed(words, message):
     with pytest.raises(ExperimentError, match=message):
-        list(recommend_head.run(parse_config(recommend_head.Config, ["target=tiny", "heads=low_rank:8", *SMALL, *words])))
+        list(recommend_head.run(parse_config(recommend_head.Config, ["target=tiny", *SMALL, *words])))
 
 
 def test_drafters_that_cannot_be_compared_are_refused(target_path, low_rank_drafter):
