@@ -38,12 +38,14 @@ class Candidates:
         params: Its params.
         heads: Heads and their arrays by name, "full" first: it is what the others are measured against.
         trained: Networks and params of those that a checkpoint brought, by the same names.
+        metadata: What those checkpoints remember, by the same names.
     """
 
     network: Eagle3
     params: Mapping[str, Any]
     heads: dict[str, tuple[DraftHead, Mapping[str, jax.Array]]]
     trained: dict[str, tuple[Eagle3, Mapping[str, Any]]]
+    metadata: dict[str, Mapping[str, Any]]
 
 
 def random_candidates(preset: str, heads: Sequence[str], *, dtype: str, implementation: str) -> Candidates:
@@ -59,11 +61,14 @@ def random_candidates(preset: str, heads: Sequence[str], *, dtype: str, implemen
     decoder, made = network.config.decoder, {}
     sizes: dict[str, Any] = {"hidden_size": decoder.hidden_size, "vocab_size": decoder.vocab_size}
     chosen = {name: named_head(name, **sizes) for name in dict.fromkeys((FULL, *heads))}
+    if any(head.shared for head in chosen.values()):
+        raise ExperimentError(f"heads must have arrays of their own, got {', '.join(heads)}: the target's costs what the full one costs")
     return Candidates(
         network=network,
         params=random_params(network, jax.random.key(0)),
         heads={name: (head, random_head(head, **sizes, dtype=number, made=made)) for name, head in chosen.items()},
         trained={},
+        metadata={},
     )
 
 
@@ -74,7 +79,7 @@ def load_candidates(paths: Sequence[str], *, dtype: str, implementation: str, ca
         ExperimentError: Not an EAGLE-3 drafter, a head that is the target's own, two of one kind, or drafters that differ elsewhere.
     """
     trained: dict[str, tuple[Eagle3, Mapping[str, Any]]] = {}
-    bodies = []
+    bodies, metadata = [], {}
     for path in paths:
         loaded = load_model(path, dtype=dtype, implementation=implementation, cache_dir=cache_dir)
         network: Any = loaded.model
@@ -90,6 +95,7 @@ def load_candidates(paths: Sequence[str], *, dtype: str, implementation: str, ca
         if name in trained:
             raise ExperimentError(f"{path}: a second drafter with the head {name}")
         trained[name] = network, loaded.params
+        metadata[name] = {} if loaded.checkpoint is None else loaded.checkpoint.metadata
     network, params = next(iter(trained.values()))
     heads: dict[str, tuple[DraftHead, Mapping[str, jax.Array]]] = {
         name: (network.config.head, params[DRAFT_HEAD]) for name, (network, params) in trained.items()
@@ -98,7 +104,8 @@ def load_candidates(paths: Sequence[str], *, dtype: str, implementation: str, ca
         decoder = network.config.decoder
         sizes: dict[str, Any] = {"hidden_size": decoder.hidden_size, "vocab_size": decoder.vocab_size}
         heads[FULL] = FullHead(), random_head(FullHead(), **sizes, dtype=jnp.dtype(dtype), made={})
-    return Candidates(network=network, params=params, heads={FULL: heads.pop(FULL)} | heads, trained=trained)
+    ordered = {FULL: heads.pop(FULL)} | heads
+    return Candidates(network=network, params=params, heads=ordered, trained=trained, metadata=metadata)
 
 
 def eagle3_config(name: str, head: DraftHead) -> Eagle3Config:
