@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from experiments.experiment import ExperimentError
 from experiments.presets import random_array
 from specjax.drafting.heads import DraftHead, FullHead, HeadScores, LowRankHead, ScreenedHead, TrimmedHead
+from specjax.drafting.heads.named_head import named_head as library_named_head
 
 FULL = "full"
-GRAMMAR = "full, low_rank:DIVISOR, trimmed:TOKENS or screened:DIVISOR:CANDIDATES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,32 +48,15 @@ class GivenToken:
 
 
 def named_head(name: str, *, hidden_size: int, vocab_size: int) -> DraftHead:
-    """The head of a name; ranks are the drafter's width over a divisor.
+    """The head of a name, as `specjax.drafting.heads.named_head` has it.
 
     Raises:
         ExperimentError: No such head, or one that does not fit these sizes.
-
-    Example:
-        >>> named_head("low_rank:8", hidden_size=4096, vocab_size=128256)  # LowRankHead(rank=512)
     """
-    kind, *texts = name.split(":")
     try:
-        numbers = [int(text) for text in texts]
-        match kind, numbers:
-            case "full", []:
-                head = FullHead()
-            case "low_rank", [divisor]:
-                head = LowRankHead.divided(hidden_size, divisor)
-            case "trimmed", [num_tokens]:
-                head = TrimmedHead(num_tokens=num_tokens)
-            case "screened", [divisor, num_candidates]:
-                head = ScreenedHead(rank=LowRankHead.divided(hidden_size, divisor).rank, num_candidates=num_candidates)
-            case _:
-                raise ValueError(f"expected {GRAMMAR}")
-        head.check_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
+        return library_named_head(name, hidden_size=hidden_size, vocab_size=vocab_size)
     except ValueError as error:
-        raise ExperimentError(f"draft head {name!r}: {error}") from None
-    return head
+        raise ExperimentError(str(error)) from None
 
 
 def describe(head: DraftHead, vocab_size: int) -> dict[str, Any]:

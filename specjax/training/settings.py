@@ -1,0 +1,95 @@
+"""What a training of drafters is told: what differs between the drafters, and what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specjax.training.distillation import LossPositions
+from specjax.training.losses import DraftLoss
+from specjax.training.new_drafters import INITS
+from specjax.training.optimizer import OptimizerConfig
+
+DRAFTERS = ("eagle3", "medusa", "hydra")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What one of several drafters that are trained side by side has of its own.
+
+    Attributes:
+        head: Name of its draft LM head, see `named_head`.
+        init: How the head begins, one of `INITS`.
+        loss: What is lowered.
+
+    Raises:
+        ValueError: An unknown init.
+    """
+
+    head: str = "low_rank:8"
+    init: str = INITS[0]
+    loss: DraftLoss = DraftLoss()
+
+    def __post_init__(self) -> None:
+        if self.init not in INITS:
+            raise ValueError(f"init must be one of {', '.join(INITS)}, got {self.init!r}")
+
+    @property
+    def name(self) -> str:
+        """Of its checkpoint's folder: the head's, and what is not the default."""
+        usual = Variant(head=self.head)
+        parts = [self.head.replace(":", "_")]
+        parts += [self.init] if self.init != usual.init else []
+        parts += [self.loss.kind] if self.loss.kind != usual.loss.kind else []
+        return "-".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """What to train, and how.
+
+    Attributes:
+        drafter: One of `DRAFTERS`.
+        variants: A drafter each, all trained side by side.
+        num_steps: Training steps; `None` follows from `num_epochs`.
+        num_epochs: How often the data comes, where `num_steps` is `None`.
+        batch_size: B, sequences a training step.
+        sequence_length: T.
+        chain: Steps of the draft chain that EAGLE-3 is trained through; how many heads Medusa and Hydra get.
+        optimizer: How parameters follow.
+        positions: Where the loss is taken.
+        fc_norm: EAGLE-3: see `new_eagle3`.
+        norm_output: EAGLE-3: see `new_eagle3`.
+        seed: Of the random parts of the parameters, and the order of the data.
+        report_every: Training steps between reports.
+        checkpoint_every: Training steps between checkpoints of the run.
+
+    Raises:
+        ValueError: An unknown drafter, no variant or two of one name, or a number outside its range.
+    """
+
+    drafter: str = DRAFTERS[0]
+    variants: tuple[Variant, ...] = (Variant(),)
+    num_steps: int | None = None
+    num_epochs: int = 1
+    batch_size: int = 64
+    sequence_length: int = 1024
+    chain: int = 5
+    optimizer: OptimizerConfig = OptimizerConfig()
+    positions: LossPositions = LossPositions()
+    fc_norm: bool = True
+    norm_output: bool = True
+    seed: int = 0
+    report_every: int = 20
+    checkpoint_every: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {self.drafter!r}")
+        names = [variant.name for variant in self.variants]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"there must be drafters to train, of different names, got {', '.join(names) or 'none'}")
+        for name in ("num_epochs", "batch_size", "chain", "report_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
