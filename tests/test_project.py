@@ -236,7 +236,7 @@ def test_dependencies_are_what_is_imported() -> None:
     imported = {name.split(".")[0] for module, path in MODULES.items() for name in imports(path.read_text(), module)}
     third_party = {distributions.get(name, name) for name in imported - sys.stdlib_module_names - {"specjax", "experiments"}}
     assert third_party - required - optional == set()
-    assert required - third_party == {"jinja2"}  # transformers imports it for us
+    assert required - third_party == set()
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(tmp_path: Path) -> None:

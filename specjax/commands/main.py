@@ -1,4 +1,4 @@
-"""`specjax convert`, `describe`, `export` and `generate`."""
+"""`specjax convert`, `describe`, `distill`, `export`, `generate` and `tokenize`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import typer
 from specjax.checkpoints.convert import convert_command
 from specjax.checkpoints.export import export_command
 from specjax.commands.describe import describe_command
+from specjax.commands.distill import distill_command
 from specjax.commands.generate import generate_command
+from specjax.commands.tokenize_files import tokenize_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help="Speculative decoding in JAX.")
 app.command("convert")(convert_command)
 app.command("describe")(describe_command)
+app.command("distill")(distill_command)
 app.command("export")(export_command)
 app.command("generate")(generate_command)
+app.command("tokenize")(tokenize_command)
 
 if __name__ == "__main__":
     app()

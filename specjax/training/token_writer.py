@@ -121,9 +121,9 @@ class TokenWriter:
         Raises:
             ValueError: There are no sequences.
         """
-        self.save()
-        if not self._state.shards:
+        if not self.num_sequences:
             raise ValueError(f"there are no sequences to write (dropped: {self.dropped or 'none'})")
+        self.save()
         manifest = TokenManifest(**self._identity, dropped=self.dropped, shards=self._state.shards, format_version=FORMAT_VERSION)
         (self._folder / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1) + "\n", encoding="utf-8")
         (self._folder / _UNFINISHED).unlink()
