@@ -4,6 +4,8 @@ from specjax.config import GenerateConfig, ModelConfig, MoEConfig, RopeConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
 from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
+from specjax.drafting.hydra_drafter import HydraDrafter, hydra_params
+from specjax.drafting.medusa_drafter import MedusaDrafter, medusa_params
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
@@ -27,8 +29,10 @@ __all__ = [
     "FullHead",
     "GenerateConfig",
     "GenerateOutput",
+    "HydraDrafter",
     "KVCache",
     "LowRankHead",
+    "MedusaDrafter",
     "MoEConfig",
     "ModelConfig",
     "NoDraft",
@@ -45,7 +49,9 @@ __all__ = [
     "TypicalAcceptance",
     "eagle3_params",
     "generate",
+    "hydra_params",
     "left_align",
+    "medusa_params",
     "speculative_generate",
     "stream_generate",
 ]

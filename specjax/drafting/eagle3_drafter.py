@@ -17,13 +17,13 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
+from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
+from specjax.drafting.network_params import NETWORK, TARGET_EMBEDDING, TARGET_HEAD, check_target_arrays, with_target_arrays
 from specjax.drafting.pick import draft_of, pick
 from specjax.models.kv_cache import KVCache
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Context, Draft, PrefillChunk
-
-_NETWORK, _EMBEDDING, _HEAD = "network", "target_embedding", "target_head"
 
 
 def eagle3_params(model: Eagle3, params: Mapping[str, Any], target: ModelConfig, target_params: Mapping[str, Any]) -> dict:
@@ -35,10 +35,7 @@ def eagle3_params(model: Eagle3, params: Mapping[str, Any], target: ModelConfig,
         target: The target's shape.
         target_params: The target's params.
     """
-    shared = {} if model.config.own_embedding else {_EMBEDDING: target_params["embedding"]}
-    if model.config.head.shared:
-        shared[_HEAD] = target_params["embedding" if target.tie_word_embeddings else "lm_head"]
-    return {_NETWORK: params, **shared}
+    return with_target_arrays(params, _target_arrays(model.config), target, target_params)
 
 
 @jax.tree_util.register_dataclass
@@ -97,14 +94,9 @@ class Eagle3Drafter:
             raise ValueError(
                 f"the drafter reads boundaries {self.feature_layers} of the target, for this target they are {settled.feature_layers}"
             )
-        needed = [_NETWORK]
-        needed += [] if settled.own_embedding else [_EMBEDDING]
-        needed += [_HEAD] if settled.head.shared else []
-        if not isinstance(params, Mapping) or any(name not in params for name in needed):
-            found = ", ".join(params) if isinstance(params, Mapping) else type(params).__name__
-            raise ValueError(f"drafter_params must have {', '.join(needed)}, got {found}: make them with eagle3_params")
+        check_target_arrays(params, _target_arrays(settled), target, made_with="eagle3_params")
         decoder = settled.decoder
-        check_head(settled.head, params[_NETWORK].get(DRAFT_HEAD), hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size)
+        check_head(settled.head, params[NETWORK].get(DRAFT_HEAD), hidden_size=decoder.hidden_size, vocab_size=decoder.vocab_size)
         window = decoder.max_position_embeddings
         if max_length is not None and max_length > window:
             warnings.warn(
@@ -138,13 +130,13 @@ class Eagle3Drafter:
         row_keys: jax.Array,
     ) -> tuple[Draft, Eagle3State]:
         """See `Drafter.propose`."""
-        model, variables = self.model, {"params": params[_NETWORK]}
+        model, variables = self.model, {"params": params[NETWORK]}
         hidden, next_state, cache, picks = state.hidden, state.next_state, state.cache, []
         for step, key in enumerate(split_row_keys(row_keys, num_speculative_tokens)):
-            scores = model.apply(variables, hidden[:, 0], params.get(_HEAD), method="scores")
+            scores = model.apply(variables, hidden[:, 0], params.get(TARGET_HEAD), method="scores")
             picks.append(pick(scores, sampling, key, vocab_size=model.config.decoder.vocab_size))
             if step < num_speculative_tokens - 1:
-                embeddings = model.apply(variables, picks[-1].tokens[:, None], params.get(_EMBEDDING), method="embed")
+                embeddings = model.apply(variables, picks[-1].tokens[:, None], params.get(TARGET_EMBEDDING), method="embed")
                 output = model.apply(variables, embeddings, next_state, cache)
                 hidden, next_state, cache = output.hidden, output.next_state, output.cache
         return draft_of(picks), dataclasses.replace(state, cache=cache)
@@ -172,7 +164,12 @@ class Eagle3Drafter:
 
     def _run(self, params: Any, features: jax.Array, tokens: jax.Array, cache: KVCache, start: jax.Array) -> Any:
         """Rows of true features and the tokens that follow them, from slot `start` on."""
-        variables = {"params": params[_NETWORK]}
+        variables = {"params": params[NETWORK]}
         state = self.model.apply(variables, features, method="fuse")
-        embeddings = self.model.apply(variables, tokens, params.get(_EMBEDDING), method="embed")
+        embeddings = self.model.apply(variables, tokens, params.get(TARGET_EMBEDDING), method="embed")
         return self.model.apply(variables, embeddings, state, cache.with_length(start))
+
+
+def _target_arrays(config: Eagle3Config) -> list[str]:
+    """Which of the target's arrays the drafter reads."""
+    return [name for name, used in ((TARGET_EMBEDDING, not config.own_embedding), (TARGET_HEAD, config.head.shared)) if used]

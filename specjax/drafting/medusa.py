@@ -72,6 +72,10 @@ class Medusa(PureModule):
         Returns:
             K scores of `[..., M]`.
         """
+        if self.config.head == FullHead(shared=True):
+            # All heads multiply by the same matrix: one product reads it once.
+            logits = self.config.head.scores({}, jnp.stack(self.states(hidden), axis=-2), target_head).logits
+            return tuple(HeadScores(logits[..., index, :]) for index in range(self.config.num_draft_heads))
         return tuple(head(hidden.astype(self.dtype), target_head) for head in self.heads)
 
     def states(self, hidden: jax.Array) -> tuple[jax.Array, ...]:

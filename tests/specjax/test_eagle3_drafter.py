@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,14 +13,13 @@ import pytest
 from specjax import BlockVerification, GenerateConfig, SamplingParams, speculative_generate
 from specjax.drafting.eagle3_drafter import Eagle3Drafter
 from specjax.drafting.heads import TrimmedHead
-from specjax.state import Commit, Context, Draft, PrefillChunk
-from tests.drafters import LAYERS, REJECTION, eagle3, emitted_p_value, small_target
+from specjax.state import Commit, Context
+from tests.drafters import LAYERS, REJECTION, Replayed, all_features, eagle3, emitted_p_value, fresh_state, small_target
 from tests.helpers import (
     FLOAT32_TOLERANCE,
     MIN_P_VALUE,
     NUM_TOKENS,
     VOCAB_SIZE,
-    ReplayDrafter,
     greedy_text,
     random_model,
     random_prompts,
@@ -49,28 +47,13 @@ def test_greedy_speculative_equals_plain_with_eagle3(name: str, full_grid: bool)
         assert output.statistics.num_draft_tokens > 0
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplayedEagle3(Eagle3Drafter):
-    """Proposes what a `ReplayDrafter` does, while the network runs, writes its rows and commits as ever."""
-
-    @property
-    def replay(self) -> ReplayDrafter:
-        return ReplayDrafter(random_flips=True)
-
-    def propose(self, params: Any, state: Any, context: Context, **arguments: Any) -> tuple[Draft, Any]:
-        _, state = super().propose(params, state, context, **arguments)
-        draft, _ = self.replay.propose(params["recorded"], None, context, **arguments)
-        return draft, state
-
-
 @pytest.mark.parametrize("name", ["own embedding, norms", pytest.param("full head", marks=pytest.mark.full)])
 def test_after_any_acceptance_the_cache_is_that_of_a_prefill_on_the_emitted_text(name: str) -> None:
     target, target_params = tiny_target()
     drafter, params = eagle3(target, target_params, **NETWORKS[name])
-    replayed = ReplayedEagle3(drafter.model)
-    params = params | {"recorded": recorded(greedy_text(PROMPTS), LENGTHS)}
+    replayed_params = {"drafter": params, "recorded": recorded(greedy_text(PROMPTS), LENGTHS)}
     config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=4, prefill_chunk_size=8)
-    output = speculative_generate(target, target_params, replayed, params, PROMPTS, config=config)
+    output = speculative_generate(target, target_params, Replayed(drafter), replayed_params, PROMPTS, config=config)
     assert (output.statistics.acceptance_histogram > 0).sum() >= 4
     state, context = output.continuation.drafter_state, output.continuation.context
     np.testing.assert_array_equal(state.cache.length, context.length - 1)
@@ -84,30 +67,6 @@ def test_after_any_acceptance_the_cache_is_that_of_a_prefill_on_the_emitted_text
     np.testing.assert_allclose(state.next_state, fresh.next_state, atol=20 * FLOAT32_TOLERANCE)
 
 
-def fresh_state(target: Any, target_params: dict, drafter: Eagle3Drafter, params: dict, texts: list[list[int]]) -> Any:
-    """The drafter's state after one prefill of all but the last token of each text, which is committed."""
-    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-    tokens = jnp.asarray([text + [0] * (int(lengths.max()) + 1 - len(text)) for text in texts], jnp.int32)
-    return _fresh_state(target, drafter, target_params, params, tokens, lengths)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _fresh_state(target: Any, drafter: Eagle3Drafter, target_params: dict, params: dict, tokens: jax.Array, lengths: jax.Array) -> Any:
-    batch_size, width = tokens.shape
-    features = all_features(target, target_params, tokens)
-    state = drafter.init(params, batch_size=batch_size, capacity=width)
-    start = jnp.zeros((batch_size,), jnp.int32)
-    state = drafter.prefill(params, state, PrefillChunk(tokens[:, :-1], tokens[:, 1:], start, features[:, :-1]))
-    last = jnp.take_along_axis(features, (lengths - 2)[:, None, None], axis=1)
-    commit = Commit(context=Context(tokens=tokens, length=lengths), num_committed=jnp.ones_like(lengths), features=last)
-    return drafter.commit(params, state, commit)
-
-
-def all_features(target: Any, target_params: dict, tokens: jax.Array) -> jax.Array:
-    cache = target.init_cache(batch_size=tokens.shape[0], capacity=tokens.shape[1])
-    return target.apply({"params": target_params}, tokens, cache, feature_layers=LAYERS).features
-
-
 def test_a_commit_may_go_back_several_steps_and_replace_features() -> None:
     # What a later, dense pass may do to tokens that an approximate one had committed.
     target, target_params = tiny_target()
@@ -117,7 +76,7 @@ def test_a_commit_may_go_back_several_steps_and_replace_features() -> None:
     state = fresh_state(target, target_params, drafter, params, [text])
     spoilt = dataclasses.replace(state.cache, keys=tuple(keys.at[:, :, 20:].add(7.0) for keys in state.cache.keys))
     state = dataclasses.replace(state, cache=spoilt, hidden=state.hidden + 1)
-    features = jax.jit(all_features, static_argnums=0)(target, target_params, tokens)
+    features = all_features(target, target_params, tokens, LAYERS)
     # Of the tokens up to 25, those from 21 on are committed anew: rows 20 ... 24.
     back = Commit(
         context=Context(tokens=tokens, length=jnp.array([26], jnp.int32)), num_committed=jnp.array([5]), features=features[:, 20:28]

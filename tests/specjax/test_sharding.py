@@ -20,20 +20,25 @@ import json
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from specjax import DraftModel, GenerateConfig, MoEConfig, ModelConfig, Transformer, generate, speculative_generate
+from specjax import HydraDrafter, hydra_params
 from specjax.drafting.heads import LowRankHead, ScreenedHead
+from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.sharding import cache_sharding, param_shardings
 
 sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_heads=8, num_kv_heads=4, head_dim=8, max_position_embeddings=256)
-# A dense model, and one with everything that GPT-OSS has.
+# A dense model, with a draft model or with Hydra heads, and one with everything that GPT-OSS has.
 moe = MoEConfig(num_experts=6, num_experts_per_token=2, intermediate_size=32, router_bias=True)
+dense = ModelConfig(num_layers=1, qkv_bias=True, tie_word_embeddings=True, **sizes)
 config = {
-    "dense": ModelConfig(num_layers=1, qkv_bias=True, tie_word_embeddings=True, **sizes),
+    "dense": dense,
+    "hydra": dense,
     "experts": ModelConfig(num_layers=2, moe=moe, layer_windows=(4, None), attention_sinks=True, mlp_bias=True, output_bias=True, **sizes),
 }[sys.argv[1]]
 model = Transformer(config, dtype=jnp.float32, param_dtype=jnp.float32)
 params = model.init_params(jax.random.key(0))
 draft = jax.tree.map(lambda a, b: a + 0.3 * b, params, model.init_params(jax.random.key(1)))
 heads = {(2, 4): ScreenedHead(rank=8, num_candidates=16, shared=True), (1, 8): LowRankHead(rank=8)}
+hydra = Hydra(HydraConfig(hidden_size=32, vocab_size=96, num_draft_heads=2), dtype=jnp.float32, param_dtype=jnp.float32)
 prompts = [[1, 2, 3], [5], [7, 8, 9, 10, 11], [12, 13]]
 plain = GenerateConfig(max_new_tokens=12, num_speculative_tokens=2)
 alone = generate(model, params, prompts, config=plain)
@@ -44,8 +49,11 @@ for shape in ((2, 4), (1, 8)) if sys.argv[1] == "dense" else ((2, 4),):
     place = lambda tree: jax.device_put(tree, param_shardings(tree, config, mesh))
     head = heads[shape]
     head_params = head.init_params(jax.random.key(2), hidden_size=32, vocab_size=96, dtype=jnp.float32)
-    drafter, drafter_params = DraftModel(model, head=head), place(draft | {"draft_head": head_params})
-    output = speculative_generate(model, place(params), drafter, drafter_params, prompts, config=sharded)
+    placed, drafter, drafter_params = place(params), DraftModel(model, head=head), place(draft | {"draft_head": head_params})
+    if sys.argv[1] == "hydra":
+        drafter = HydraDrafter.for_target(hydra, config)
+        drafter_params = hydra_params(hydra, place(hydra.init_params(jax.random.key(3))), config, placed)
+    output = speculative_generate(model, placed, drafter, drafter_params, prompts, config=sharded)
     keys = output.continuation.target_cache.keys[0].sharding.spec
     results[str(shape)] = {"equal": bool((np.asarray(output.tokens) == np.asarray(alone.tokens)).all()),
                            "cache": [str(part) for part in keys],
@@ -55,7 +63,7 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("hydra", "experts"))])
 def test_tokens_under_a_mesh_equal_those_of_one_device(kind: str) -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SCRIPT, kind], env=environment, capture_output=True, text=True, timeout=600, check=False)

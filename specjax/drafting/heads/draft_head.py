@@ -153,7 +153,7 @@ def declare_head(module: nn.Module, head: DraftHead, *, hidden_size: int, vocab_
     return module.param(DRAFT_HEAD, lambda rng: head.init_params(rng, hidden_size=hidden_size, vocab_size=vocab_size, dtype=dtype))
 
 
-def check_head(head: DraftHead, params: Any, *, hidden_size: int, vocab_size: int) -> None:
+def check_head(head: DraftHead, params: Any, *, hidden_size: int, vocab_size: int, where: str = DRAFT_HEAD) -> None:
     """Refuses a head's arrays that do not fit it. Shapes may be those of tracers; token ids are checked where they have values.
 
     Args:
@@ -161,6 +161,7 @@ def check_head(head: DraftHead, params: Any, *, hidden_size: int, vocab_size: in
         params: Its arrays.
         hidden_size: D.
         vocab_size: V.
+        where: What to call the place of the arrays.
 
     Raises:
         ValueError: Sizes that do not go together, an array that is missing or of another shape, or token ids that are no part of the
@@ -172,10 +173,10 @@ def check_head(head: DraftHead, params: Any, *, hidden_size: int, vocab_size: in
         found = getattr(params.get(name), "shape", None)
         if found != expected.shape:
             what = "is missing" if found is None else f"has shape {list(found)}"
-            raise ValueError(f"{name_of_head}: {DRAFT_HEAD}.{name} should have shape {list(expected.shape)}, it {what}")
+            raise ValueError(f"{name_of_head}: {where}.{name} should have shape {list(expected.shape)}, it {what}")
     ids = params.get(TOKEN_IDS)
     if ids is not None and not isinstance(ids, Tracer) and getattr(ids, "is_fully_addressable", True):
-        check_token_ids(f"{name_of_head}: {DRAFT_HEAD}.{TOKEN_IDS}", ids, vocab_size=vocab_size)
+        check_token_ids(f"{name_of_head}: {where}.{TOKEN_IDS}", ids, vocab_size=vocab_size)
 
 
 def check_token_ids(what: str, token_ids: Any, *, vocab_size: int) -> np.ndarray:
