@@ -22,13 +22,11 @@ from typing import Any
 
 from experiments.decoding import Decoded, Decoder, LogitGap, first_divergence
 from experiments.experiment import FOLDER, ExperimentError, local_field, path_field
-from experiments.models import Model, load_model
+from experiments.models import PROMPT_LOOKUP, LoadedDrafter, Model, load_drafter, load_model
 from experiments.prompts import encode, load_prompts
-from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, RejectionSampling, SyntheticAcceptance
+from specjax import GenerateConfig, NoDraft, RejectionSampling, SyntheticAcceptance
 from specjax.capacity import bucket
 from specjax.drafting.drafter import Drafter
-
-PROMPT_LOOKUP = "prompt_lookup"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Config:
 
     Attributes:
         target: A checkpoint's path (ours, a Hugging Face folder or a GGUF file).
-        drafter: Likewise, or "prompt_lookup".
+        drafter: Likewise, of a draft model or an EAGLE-3, Medusa or Hydra drafter (ours, or as published); or "prompt_lookup".
         data_dir: Folder of prompt sets, `NAME.jsonl` with `turns`.
         sets: Their names.
         prompts_per_set: Spread evenly over the set; `none` takes all.
@@ -81,14 +79,13 @@ def run(config: Config) -> Iterator[dict]:
             raise ExperimentError(f"acceptance needs {key}=PATH")
     options = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.target, **options)
-    draft_model = None if config.drafter == PROMPT_LOOKUP else load_model(config.drafter, **options)
-    drafter = PromptLookup() if draft_model is None else DraftModel(draft_model.model)
     if target.checkpoint is None:
         raise ExperimentError(f"acceptance needs a target with a tokenizer, {config.target!r} is a preset")
+    drafter = load_drafter(config.drafter, target, **options)
     tokenizer = target.checkpoint.tokenizer()
     sets = {name: load_prompts(config.data_dir, name, config.prompts_per_set) for name in config.sets}
     prompts = {name: encode(tokenizer, texts, chat_template=config.chat_template) for name, texts in sets.items()}
-    comparison = Comparison.build(config, target, drafter, draft_model, prompts)
+    comparison = Comparison.build(config, target, drafter, prompts)
     rows = []
     for name, tokens in prompts.items():
         rows.append(comparison.row(name, tokens))
@@ -108,9 +105,7 @@ class Comparison:
     logit_gap: LogitGap
 
     @classmethod
-    def build(
-        cls, config: Config, target: Model, drafter: Drafter, draft_model: Model | None, prompts: dict[str, list[list[int]]]
-    ) -> Comparison:
+    def build(cls, config: Config, target: Model, drafter: LoadedDrafter, prompts: dict[str, list[list[int]]]) -> Comparison:
         """Compiles one program for each way, for all sets."""
         width = bucket(max(len(tokens) for rows in prompts.values() for tokens in rows))
         synthetic = config.synthetic_acceptance_length is not None
@@ -140,9 +135,9 @@ class Comparison:
         compares = config.temperature == 0 and not synthetic
         common = {
             "target": target.name,
-            "drafter": PROMPT_LOOKUP if draft_model is None else draft_model.name,
+            "drafter": drafter.name,
             "weights": target.weights,
-            "drafter_weights": None if draft_model is None else draft_model.weights,
+            "drafter_weights": drafter.weights,
             "implementation": config.implementation,
             "synthetic": synthetic,
             "dtype": config.dtype,
@@ -153,7 +148,7 @@ class Comparison:
             config=config,
             common=common,
             plain=decoder(None, None),
-            speculative=decoder(drafter, None if draft_model is None else draft_model.params),
+            speculative=decoder(drafter.drafter, drafter.params),
             padded=decoder(NoDraft(), None) if compares else None,
             logit_gap=LogitGap(target, width + config.new_tokens),
         )

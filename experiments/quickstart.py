@@ -5,7 +5,7 @@ Hardware: two CPU cores and 2 GB of memory; 93 MB of network and 650 MB of disk 
 Time: 1 minute, a little more the first time
 Result: the same words on every prompt; faster where the answer repeats its context, slower where it does not
 
-SmolLM2-135M-Instruct answers a few prompts greedily, plainly and with `PromptLookup` (or a draft model). Half of the prompts ask for text
+SmolLM2-135M-Instruct answers a few prompts greedily, plainly and with `PromptLookup` (or another drafter). Half of the prompts ask for text
 that already stands in them, which is what prompt lookup is for; the other half do not. On a CPU a verification pass of several rows costs
 two to three plain steps, so a step has to deliver more tokens than that to gain anything.
 """
@@ -21,9 +21,9 @@ from experiments.acceptance import end_of_text
 from experiments.decoding import Decoder
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.fetch import smollm2
-from experiments.models import default_cache_dir, load_model
+from experiments.models import PROMPT_LOOKUP, default_cache_dir, load_drafter, load_model
 from experiments.prompts import encode
-from specjax import DraftModel, GenerateConfig, PromptLookup
+from specjax import GenerateConfig
 from specjax.capacity import bucket
 
 # (whether the answer copies from the prompt, the prompt)
@@ -49,7 +49,7 @@ class Config:
 
     Attributes:
         model: A GGUF file, a Hugging Face folder or a checkpoint; `none` fetches SmolLM2-135M-Instruct.
-        drafter: Likewise a draft model with the same tokenizer; `none` is prompt lookup.
+        drafter: Likewise a draft model with the same tokenizer, or an EAGLE-3, Medusa or Hydra drafter; `none` is prompt lookup.
         new_tokens: Limit a prompt.
         num_speculative_tokens: G.
         dtype: Compute dtype. In float32 the words are the same; in bfloat16 near-ties may differ.
@@ -73,8 +73,7 @@ def run(config: Config) -> Iterator[dict]:
     target = load_model(config.model or str(smollm2(cache_dir)), **options)
     if target.checkpoint is None:
         raise ExperimentError(f"the quickstart needs a model with a tokenizer, {config.model!r} is a preset of random weights")
-    draft_model = None if config.drafter is None else load_model(config.drafter, **options)
-    drafter = PromptLookup() if draft_model is None else DraftModel(draft_model.model)
+    drafter = load_drafter(config.drafter or PROMPT_LOOKUP, target, **options)
     tokenizer = target.checkpoint.tokenizer()
     prompts = encode(tokenizer, [text for _, text in PROMPTS], chat_template=bool(tokenizer.chat_template))
 
@@ -91,10 +90,10 @@ def run(config: Config) -> Iterator[dict]:
 
     print(f"Compiling {target.name} ({target.weights}), twice", flush=True)
     plain = decoder(None, None)
-    speculative = decoder(drafter, None if draft_model is None else draft_model.params)
+    speculative = decoder(drafter.drafter, drafter.params)
     common = {
         "target": target.name,
-        "drafter": "prompt_lookup" if draft_model is None else draft_model.name,
+        "drafter": drafter.name,
         "weights": target.weights,
         "implementation": config.implementation,
         "synthetic": False,

@@ -15,16 +15,12 @@ import typer
 from specjax.capacity import bucket
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.manifest import read_transformer_config
+from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
-from specjax.checkpoints.tokenizer_check import check_same_tokenizer
 from specjax.commands.memory_plan import plan_memory
 from specjax.config import GenerateConfig
-from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.drafter import Drafter
-from specjax.drafting.eagle3 import Eagle3
-from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
 from specjax.drafting.prompt_lookup import PromptLookup
-from specjax.models.transformer import Transformer
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.state import FinishReason
 from specjax.statistics import Statistics
@@ -42,7 +38,8 @@ def generate_command(
     drafter: Annotated[
         str,
         typer.Option(
-            help=f"The checkpoint of a draft model or an EAGLE-3 drafter, `{PROMPT_LOOKUP}`, or `{NO_DRAFTER}` for plain decoding."
+            help="The checkpoint of a draft model, or of an EAGLE-3, Medusa or Hydra drafter; "
+            f"`{PROMPT_LOOKUP}`; or `{NO_DRAFTER}` for plain decoding."
         ),
     ] = PROMPT_LOOKUP,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
@@ -70,9 +67,6 @@ def generate_command(
         text = sys.stdin.read() if prompt == "-" else prompt
         read_transformer_config(target)
         models = [read_model(path, dtype=number) for path in paths]
-        for path, model in zip(paths, models, strict=True):
-            if not isinstance(model, Transformer | Eagle3):
-                raise ValueError(f"{path} holds {type(model).__name__} heads, which are read and written, but do not draft yet")
         plan = plan_memory(models, batch_size=1, capacity=bucket(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1))
         typer.echo(plan.describe(), err=True)
         plan.check()
@@ -101,15 +95,10 @@ def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool)
     if name == PROMPT_LOOKUP:
         return PromptLookup(), None
     target, draft = checkpoints
-    if isinstance(draft.model, Eagle3):
-        config = draft.model.config
-        shared = [part for part, used in (("embedding", not config.own_embedding), ("LM head", config.head.shared)) if used]
-        if shared:
-            typer.echo(f"the drafter uses the target's {' and '.join(shared)}", err=True)
-        eagle3 = Eagle3Drafter.for_target(draft.model, target.model.config)
-        return eagle3, eagle3_params(eagle3.model, draft.params, target.model.config, target.params)
-    check_same_tokenizer(target, draft, allow_different=allow_different)
-    return DraftModel(draft.model), draft.params
+    ready = drafter_for_target(draft, target, allow_different_tokenizer=allow_different)
+    if ready.shared:
+        typer.echo(f"the drafter uses the target's {', '.join(ready.shared)}", err=True)
+    return ready.drafter, ready.params
 
 
 def _encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:

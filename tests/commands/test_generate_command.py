@@ -16,9 +16,8 @@ from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoi
 from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
-from specjax.drafting.eagle3_config import Eagle3Config
-from specjax.drafting.heads import TrimmedHead
 from specjax.drafting.medusa import MedusaConfig
+from tests.drafters import write_drafter
 from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -85,29 +84,32 @@ def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: lis
     assert "compiling" not in done.stderr
 
 
-def test_an_eagle3_drafter_gives_the_same_text_and_says_what_it_shares(target: Path, tmp_path: Path) -> None:
-    model = read_model(target)
-    decoder = tiny_config(num_layers=1, vocab_size=model.config.vocab_size, hidden_size=model.config.hidden_size)
-    config = Eagle3Config(decoder=decoder, target_hidden_size=decoder.hidden_size, head=TrimmedHead(num_tokens=16), feature_layers=(0, 1))
-    network = build_model(config, jnp.float32)
-    save_checkpoint(tmp_path / "drafter", config, network.init_params(jax.random.key(0)))
+@pytest.mark.parametrize(
+    ("kind", "shared"), [("eagle3", "embedding"), ("medusa", "LM head, final norm"), ("hydra", "embedding, final norm")]
+)
+def test_a_drafter_on_the_targets_features_gives_the_same_text_and_says_what_it_shares(
+    target: Path, tmp_path: Path, kind: str, shared: str
+) -> None:
+    drafter = write_drafter(tmp_path / "drafter", target, kind)
     words = (target, "hello", "--max-new-tokens", 8, "--num-speculative-tokens", 2, "--drafter")
-    done = run(*words, tmp_path / "drafter")
+    done = run(*words, drafter)
     assert done.exit_code == 0, done.output
     assert done.stdout == run(*words, "none").stdout
-    assert "the drafter uses the target's embedding" in done.stderr
+    assert f"the drafter uses the target's {shared}\n" in done.stderr
     assert "mean_acceptance_length" in done.stderr
 
 
-def test_heads_that_cannot_draft_yet_and_a_drafter_in_the_targets_place_are_refused(target: Path, tmp_path: Path) -> None:
-    config = MedusaConfig(hidden_size=32, vocab_size=64, num_draft_heads=2)
-    save_checkpoint(tmp_path / "medusa", config, build_model(config, jnp.float32).init_params(jax.random.key(0)))
-    done = run(target, "hello", "--drafter", tmp_path / "medusa")
-    assert done.exit_code == 1
-    assert "holds Medusa heads" in done.stderr
-    done = run(tmp_path / "medusa", "hello")
+def test_a_drafter_in_the_targets_place_and_one_for_another_target_are_refused(target: Path, tmp_path: Path) -> None:
+    drafter = write_drafter(tmp_path / "medusa", target, "medusa")
+    done = run(drafter, "hello")
     assert done.exit_code == 1
     assert "is the checkpoint of a drafter (medusa), not of a language model" in done.stderr
+    config = MedusaConfig(hidden_size=32, vocab_size=read_model(target).config.vocab_size, num_draft_heads=2)
+    save_checkpoint(tmp_path / "wide", config, build_model(config, jnp.float32).init_params(jax.random.key(0)))
+    done = run(target, "hello", "--drafter", tmp_path / "wide")
+    assert done.exit_code == 1
+    assert "the drafter was made for a target of width 32, this one has 16" in done.stderr
+    assert "compiling" not in done.stderr
 
 
 @pytest.mark.filterwarnings("default:the drafter must have")

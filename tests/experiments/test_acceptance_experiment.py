@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from experiments import acceptance
-from experiments.experiment import parse_config
+from experiments.experiment import ExperimentError, parse_config
+from experiments.models import load_drafter, load_model
 from experiments.prompts import load_prompts
+from specjax import DraftModel, MedusaDrafter
+from specjax.checkpoints.store import read_model
+from tests.checkpoints import published_drafters
+from tests.drafters import write_drafter
+from tests.tiny_checkpoint import write_checkpoint
 
 SMALL = ("prompts_per_set=3", "batch=2", "new_tokens=16", "num_speculative_tokens=2", "dtype=float32")
 
@@ -37,6 +44,40 @@ def test_the_target_as_its_own_drafter_has_everything_accepted(target_path, data
     assert row["tokens"] == 3 * 16
     # 16 tokens: one from the prefill, five steps of three.
     assert row["tokens_per_target_step_counting_prefill"] == pytest.approx(16 / 6)
+
+
+def test_a_drafter_on_the_targets_features_is_named_and_gives_the_same_text(target_path, data_dir, tmp_path):
+    drafter = write_drafter(tmp_path / "tiny-eagle3", target_path, "eagle3")
+    row = rows_of(target_path, data_dir, f"drafter={drafter}")[0]
+    assert (row["drafter"], row["drafter_weights"]) == ("tiny-eagle3", "real, float32")
+    assert row["greedy_equal_to_plain"] == row["greedy_equal_to_padded_plain"] == 1.0
+    assert row["num_draft_tokens"] > 0
+
+
+def test_published_heads_are_converted_for_the_target_and_kept(target_path, tmp_path):
+    # Heads without LM heads of their own: only the target says how many tokens there are.
+    width = read_model(target_path).config.hidden_size
+    tensors = {f"{head}.0.linear.weight": np.full((width, width), 0.1, np.float32) for head in range(2)}
+    raw = dict(medusa_num_heads=2, medusa_num_layers=1, version="2")
+    folder = published_drafters.write_drafter(tmp_path / "heads", raw, tensors, file="medusa_lm_head.safetensors")
+    options = dict(dtype="float32", cache_dir=str(tmp_path / "cache"))
+    target = load_model(str(target_path), **options)
+    for _ in range(2):
+        loaded = load_drafter(str(folder), target, **options)
+    assert isinstance(loaded.drafter, MedusaDrafter)
+    assert loaded.params["target_head"] is target.params["lm_head"]
+    assert len(list((tmp_path / "cache" / "converted").iterdir())) == 1
+
+
+def test_drafters_that_cannot_draft_for_a_target_are_refused(target_path, drafter_path, tmp_path):
+    target, preset = load_model(str(target_path), dtype="float32"), load_model("tiny", dtype="float32")
+    assert load_drafter("prompt_lookup", preset, dtype="float32").weights is None
+    assert isinstance(load_drafter("tiny", target, dtype="float32").drafter, DraftModel)
+    with pytest.raises(ExperimentError, match="needs the checkpoint of its target, 'tiny' is a preset"):
+        load_drafter(str(drafter_path), preset, dtype="float32")
+    other = write_checkpoint(tmp_path / "other", special_tokens=("<a>", "<u>"))
+    with pytest.raises(ValueError, match="must have the target's tokenizer"):
+        load_drafter(str(other), target, dtype="float32")
 
 
 def test_synthetic_acceptance_is_marked_and_compares_no_text(target_path, data_dir):
