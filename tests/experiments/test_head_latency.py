@@ -26,6 +26,7 @@ SMALL = ("models=tiny", "batches=2", "picks=sample", "heads=low_rank:8", f"num_s
 SMALL += ("short_steps=1", "long_steps=3", "repeats=3", "compile_threads=2")
 LLAMA = {"hidden_size": 4096, "vocab_size": 128256}
 H200_L2_BYTES = 60e6
+FULL = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +98,29 @@ def test_the_floor_of_a_sampled_token_has_its_probabilities_written(bench):
     assert bench.floor_us(head, "sample", 2) == pytest.approx((4 * 96 * 32 + 2 * 96 * 4) / per_us)
 
 
-@pytest.mark.full
+@FULL
 def test_every_kind_of_head_is_timed_with_every_pick():
     settings = [word for word in SMALL if not word.startswith(("heads", "picks"))]
     rows = list(head_latency.run(parse_config(head_latency.Config, [*settings, "heads=low_rank:16,trimmed:32,screened:8:16"])))
     kinds = ["full", "low_rank", "trimmed", "screened"]
     assert [(row["pick"], row["head"]) for row in rows] == [(pick, kind) for pick in ("argmax", "sample") for kind in kinds]
     assert [row["rows"] for row in rows] == [96, 96, 32, 96] * 2
+
+
+@pytest.mark.parametrize("name", ["llama31_8b", pytest.param("gpt_oss_20b", marks=FULL), pytest.param("qwen3_30b_a3b", marks=FULL)])
+def test_the_default_heads_fit_the_published_shapes(name):
+    def step_every_head() -> dict:
+        bench, states = head_latency.Bench.of(name, head_latency.Config()), {}
+        for head in bench.candidates.heads:
+            for pick in head_latency.PICKS:
+                loop = bench.loop(*bench.candidates.heads[head], 8, sample=pick == "sample")
+                states[head, pick] = loop.state, loop.step(loop.params, loop.state)
+        return states
+
+    states = jax.eval_shape(step_every_head)  # no array is made
+    assert len(states) == 2 * (1 + len(head_latency.Config().heads))
+    for before, after in states.values():
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(lambda x: (x.shape, x.dtype), after)
 
 
 @pytest.mark.parametrize("name", head_latency.Config().models)
