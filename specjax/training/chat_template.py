@@ -30,13 +30,15 @@ class ChatFormat:
     Attributes:
         openings: Token ids up to the user's words, one tuple a system prompt.
         closing: From behind the user's words to where the answer begins.
-        end_token_ids: Any of them ends a turn.
+        user_end_token_ids: Any of them ends a user's words: the model's EOS ids, and the special token that the template ends them with.
+        end_token_ids: The former: any of them ends an answer.
         special_token_ids: Ids that words of a user do not hold, the former among them.
         blank_token_ids: Ids of nothing but white space.
     """
 
     openings: tuple[tuple[int, ...], ...]
     closing: tuple[int, ...]
+    user_end_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
     special_token_ids: frozenset[int]
     blank_token_ids: frozenset[int]
@@ -80,11 +82,13 @@ def chat_format(tokenizer: Any, *, end_token_ids: Sequence[int], system_prompts:
         raise ChatTemplateError("what the chat template puts behind the user's words should not depend on the system prompt")
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     texts = tokenizer.backend_tokenizer.decode_batch([[index] for index in range(len(tokenizer))], skip_special_tokens=False)
+    special, closing = frozenset({*tokenizer.all_special_ids, *added, *end_token_ids}), closings.pop()
     return ChatFormat(
         openings=tuple(openings),
-        closing=closings.pop(),
+        closing=closing,
+        user_end_token_ids=tuple(dict.fromkeys([*end_token_ids, *special.intersection(closing[:1])])),
         end_token_ids=tuple(end_token_ids),
-        special_token_ids=frozenset({*tokenizer.all_special_ids, *added, *end_token_ids}),
+        special_token_ids=special,
         blank_token_ids=frozenset(index for index, text in enumerate(texts) if not text.strip()),
     )
 

@@ -130,7 +130,7 @@ def sample_dialogues(
         ValueError: A dialogue could exceed the model's window, or three batches in a row held none.
     """
     check_window(target.config, config, chat)
-    write_turns = _sampler(target, params, config, chat.end_token_ids, mesh, of_users=True)
+    write_turns = _sampler(target, params, config, chat.user_end_token_ids, mesh, of_users=True)
     write_answers = _sampler(target, params, config, chat.end_token_ids, mesh, of_users=False)
     seen, num_empty = {_digest(dialogue.tokens[: _answer_start(dialogue)]) for dialogue in earlier}, 0
     for first in itertools.count(start, config.batch_size):
@@ -147,7 +147,8 @@ def sample_dialogues(
                 continue
             dialogue = _dialogue(prompt, answer)
             if config.user_loss:
-                dialogue.loss_mask[len(opening) : len(opening) + len(turn.words) + (chat.closing[0] in chat.end_token_ids)] = True
+                ends = chat.closing[0] in chat.user_end_token_ids
+                dialogue.loss_mask[len(opening) : len(opening) + len(turn.words) + ends] = True
             seen.add(_digest(prompt))
             dialogues.append(dialogue)
         num_empty = 0 if dialogues else num_empty + 1

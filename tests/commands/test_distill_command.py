@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +174,20 @@ def test_targets_that_cannot_be_sampled_are_refused(tmp_path: Path) -> None:
     assert "the tokenizer has no chat template" in done.stderr
     done = run(plain, plain, "--num-sequences", 1, "--force")
     assert "holds no tokens.json" in done.stderr
+
+
+@pytest.mark.full
+def test_two_devices_share_a_batch(target: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+
+    def on_two_devices(*words: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "specjax.commands.main", "distill", *words]
+        return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+    done = on_two_devices(target, tmp_path / "two", "--num-sequences", 6, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert run(target, tmp_path / "one", "--num-sequences", 6, *SMALL).exit_code == 0
+    assert values(tmp_path / "one") == values(tmp_path / "two")
+    odd = on_two_devices(target, tmp_path / "odd", "--num-sequences", 6, *SMALL, "--batch-size", 3)
+    assert odd.returncode == 1
+    assert "batch_size must be a multiple of the 2 devices, got 3" in odd.stderr

@@ -101,13 +101,22 @@ def test_what_stands_around_a_users_words_is_found() -> None:
     chat = chat_format(tokenizer, end_token_ids=[tokenizer.eos_token_id])
     assert [tokenizer.decode(opening) for opening in chat.openings] == ["<u>sys<e>\n<u>"]
     assert tokenizer.decode(chat.closing) == "<e>\n<a>"
-    assert chat.end_token_ids == (tokenizer.eos_token_id,)
+    assert chat.user_end_token_ids == chat.end_token_ids == (tokenizer.eos_token_id,)
     assert {str(tokenizer.convert_ids_to_tokens(index)) for index in chat.special_token_ids} == {"<u>", "<a>", "<e>"}
     assert set(tokenizer.encode(" \n\t")) <= chat.blank_token_ids
     assert chat.blank_token_ids.isdisjoint(tokenizer.encode("a!<u><e>"))
     chat = chat_format(tokenizer, end_token_ids=[1], system_prompts=("be brief", "rhyme"))
     assert [tokenizer.decode(opening) for opening in chat.openings] == ["<u>be brief<e>\n<u>", "<u>rhyme<e>\n<u>"]
     assert encode_prompt(tokenizer, [{"role": "user", "content": "hi"}]) == tokenizer.encode("<u>sys<e>\n<u>hi<e>\n<a>")
+
+
+def test_the_special_token_behind_a_users_words_ends_them_and_not_an_answer() -> None:
+    tokenizer = byte_tokenizer("<u>{{ messages[0]['content'] }}<a>")
+    chat = chat_format(tokenizer, end_token_ids=[tokenizer.eos_token_id])
+    assert chat.user_end_token_ids == (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<a>"))
+    assert chat.end_token_ids == (tokenizer.eos_token_id,)
+    plain = chat_format(byte_tokenizer("Q: {{ messages[0]['content'] }} A:"), end_token_ids=[5])
+    assert plain.user_end_token_ids == plain.end_token_ids == (5,)
 
 
 @pytest.mark.parametrize(

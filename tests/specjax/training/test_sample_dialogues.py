@@ -27,6 +27,7 @@ OPENINGS = ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14), (15, 14, 13, 12, 11
 CHAT = ChatFormat(
     openings=OPENINGS,
     closing=(55, 60, 61),
+    user_end_token_ids=ENDS,
     end_token_ids=ENDS,
     special_token_ids=frozenset({*ENDS, 59, 40, 60, 61}),
     blank_token_ids=frozenset({41}),
@@ -133,15 +134,15 @@ def test_each_reason_to_drop_a_users_turn_is_counted() -> None:
     first = greedy(list(OPENINGS[0]), ignore_eos=True)[:8]
     assert first[4] not in first[:4]
     ends = (first[4],) * len(ENDS)
-    chat = dataclasses.replace(CHAT, openings=OPENINGS[:1], end_token_ids=ends, special_token_ids=frozenset(ends))
+    chat = dataclasses.replace(CHAT, openings=OPENINGS[:1], user_end_token_ids=ends, special_token_ids=frozenset(ends))
     (batch,) = sampled(1, chat=chat, config=config)
     assert batch.dropped == {"repeated": 3}
     assert batch.dialogues[0].tokens.tolist()[14:18] == first[:4]
     for changes, reason in [
         (dict(special_token_ids=frozenset({first[2]})), "special tokens"),
         (dict(blank_token_ids=frozenset(first[:4])), "empty"),
-        (dict(end_token_ids=(first[0],) * len(ENDS)), "empty"),
-        (dict(end_token_ids=(min(set(range(VOCAB_SIZE)) - set(first)),) * len(ENDS)), "too long"),
+        (dict(user_end_token_ids=(first[0],) * len(ENDS)), "empty"),
+        (dict(user_end_token_ids=(min(set(range(VOCAB_SIZE)) - set(first)),) * len(ENDS)), "too long"),
     ]:
         (batch,) = sampled(1, chat=dataclasses.replace(chat, **changes), config=config)
         assert batch.dropped == {reason: 4}
