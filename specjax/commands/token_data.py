@@ -33,16 +33,17 @@ def token_progress(description: str, *, total: int | None, shown: bool) -> Itera
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[tokens]}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(description, total=total, tokens="")
-        began, num_updates, counted, all_tokens = time.perf_counter(), 0, 0, 0
+        start = time.perf_counter()
+        first_end, first_tokens, all_tokens = start, None, 0
 
         def update(completed: int, num_tokens: int) -> float:
-            nonlocal began, num_updates, counted, all_tokens
-            num_updates, counted, all_tokens = num_updates + 1, counted + num_tokens, all_tokens + num_tokens
-            now = time.perf_counter()
-            rate = counted / max(now - began, 1e-9)
+            nonlocal first_end, first_tokens, all_tokens
+            now, all_tokens = time.perf_counter(), all_tokens + num_tokens
+            if first_tokens is None:
+                first_end, first_tokens = now, num_tokens
+            later = all_tokens - first_tokens
+            rate = later / (now - first_end) if later else all_tokens / (now - start)
             bar.update(task, completed=completed, tokens=f"{all_tokens:,} tokens, {rate:,.0f} tokens/s")
-            if num_updates == 1:
-                began, counted = now, 0
             return rate
 
         yield update

@@ -210,6 +210,8 @@ def answer_prompts(
             if len(taken) == config.batch_size:
                 break
         ended = len(taken) < config.batch_size
+        if not taken and not dropped:
+            return
         answers = write_answers(taken, indices, indices) if taken else []
         pairs = zip(taken, answers, strict=True)
         dialogues = [_dialogue(prompt, answer) for prompt, answer in pairs if answer.is_finite]

@@ -196,10 +196,11 @@ def test_prompts_that_cannot_be_answered_are_dropped_and_a_start_passes_over_pro
     assert len({tuple(one.tokens) for one in dialogues(repeated)}) > 1
 
 
-def test_prompts_that_fill_the_last_batch_end_without_another_call() -> None:
-    batches = answered(random_prompts((5, 6, 7, 8)))
-    assert [len(batch.dialogues) for batch in batches] == [4, 0]
-    assert batches[1].num_generated == 0
+def test_prompts_that_fill_the_last_batch_end_with_it() -> None:
+    assert [len(batch.dialogues) for batch in answered(random_prompts((5, 6, 7, 8)))] == [4]
+    (batch,) = answered([[], []])
+    assert (batch.dialogues, batch.next_index, batch.dropped, batch.num_generated) == ([], 2, {"empty": 2}, 0)
+    assert answered([]) == []
 
 
 @pytest.mark.parametrize(
