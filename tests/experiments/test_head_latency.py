@@ -22,7 +22,7 @@ from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedH
 from tests.compiled import instructions_in_loops
 
 G = 2
-SMALL = ("models=tiny", "batches=2", "picks=sample", "heads=low_rank:8", f"num_speculative_tokens={G}", "context=64", "dtype=float32")
+SMALL = ("models=tiny", "batches=2", "picks=argmax", "heads=low_rank:8", f"num_speculative_tokens={G}", "context=64", "dtype=float32")
 SMALL += ("short_steps=1", "long_steps=3", "repeats=3", "compile_threads=2")
 LLAMA = {"hidden_size": 4096, "vocab_size": 128256}
 H200_L2_BYTES = 60e6
@@ -76,7 +76,7 @@ def test_a_step_drafts_other_tokens_each_time_and_keeps_what_they_were_sampled_f
 
 def test_rows_hold_the_marginal_time_beside_the_full_heads(bench):
     full, low_rank = rows = [check_row(row) for row in bench.rows(2)]
-    assert [(row["pick"], row["name"]) for row in rows] == [("sample", "full"), ("sample", "low_rank:8")]
+    assert [(row["pick"], row["name"]) for row in rows] == [("argmax", "full"), ("argmax", "low_rank:8")]
     for row in rows:
         assert row["us"] == statistics.median(row["raw_us"])
         assert row["us_min"] <= row["us"] <= row["us_max"]
