@@ -31,6 +31,8 @@ class HeadStart:
 
     Attributes:
         lm_head: `[V,D]`, the target's.
+        norm_scale: `[D]`, scale of the target's final norm, whose output its LM head reads: an EAGLE-3 drafter's begins with it, but with
+            `init="random"`. `None`: with ones.
         init: How low-rank factors begin: `"weighted_svd"` (the target's head where its hidden states go), `"svd"`, or `"random"`, with
             which full and trimmed heads are random too.
         covariance: `[D,D]`, the mean of `h h^T` over the target's hidden states after the final norm; for `"weighted_svd"`.
@@ -41,6 +43,7 @@ class HeadStart:
     """
 
     lm_head: jax.Array
+    norm_scale: jax.Array | None = None
     init: str = "weighted_svd"
     covariance: Any = None
     token_ids: Mapping[int, Any] = dataclasses.field(default_factory=dict)
@@ -157,5 +160,7 @@ def initial_params(model: Eagle3 | Medusa | Hydra, start: HeadStart, rng: jax.Ar
     if not head_params:
         return params
     if isinstance(model, Eagle3):
+        if start.norm_scale is not None and start.init != "random":
+            params["final_norm"] = {"scale": jnp.asarray(start.norm_scale, jnp.float32)}
         return params | {DRAFT_HEAD: head_params}
     return {name: dict(part) | {DRAFT_HEAD: head_params} for name, part in params.items()}

@@ -1,0 +1,313 @@
+"""How long are the drafts that a target accepts, by what its drafter has seen, and by rank, warm start and loss?
+
+Command: python -m experiments.run train_drafter target=TARGET data=TOKENS out=FOLDER data_dir=PROMPTS --record
+Hardware: one H200 or several
+Time: 10 minutes on an H200 for 100 million tokens and a target of 135M parameters
+Result: see "Training" in the README, made from results/train_drafter*.json
+
+Drafters are trained side by side on one stream of the target's features. At every evaluation each of them drafts for the target on real
+prompts, greedily, through `speculative_generate`: `mean_acceptance_length` is what it delivers, the bonus included. What the training
+itself expects of sampled drafts stands beside it, as `expected_acceptance_length`.
+
+A variant is HEAD, HEAD@INIT or HEAD@INIT@LOSS, as in `low_rank:8@svd@lk_lambda`. Finished drafters are left in `out`, a checkpoint each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.acceptance import end_of_text
+from experiments.decoding import Decoder
+from experiments.draft_heads import describe
+from experiments.experiment import ExperimentError, local_field, path_field
+from experiments.models import Model, load_model
+from experiments.prompts import encode, load_prompts
+from specjax import GenerateConfig
+from specjax.capacity import bucket
+from specjax.checkpoints.pairing import drafter_for_target
+from specjax.checkpoints.store import Checkpoint
+from specjax.checkpoints.training_run import TrainingCheckpoints
+from specjax.commands.prepare_training import PreparedTraining, prepare_training
+from specjax.commands.train_drafters import REPORTS, STATE_FOLDER
+from specjax.training.distillation import LossPositions
+from specjax.training.losses import DraftLoss
+from specjax.training.metrics import Report
+from specjax.training.optimizer import OptimizerConfig
+from specjax.training.partition import merge_params, split_params
+from specjax.training.settings import TrainSettings, Variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings.
+
+    Attributes:
+        target: A checkpoint's path.
+        data: Token files, made by `specjax distill`.
+        out: Folder for the finished drafters and the state of the run.
+        drafter: eagle3, medusa or hydra.
+        variants: HEAD, HEAD@INIT or HEAD@INIT@LOSS.
+        steps: Training steps.
+        evaluations: How often the drafters draft for the target on the way, the end included.
+        batch_size: Sequences a training step.
+        sequence_length: T.
+        chain: Draft steps that are trained.
+        learning_rate: The highest.
+        warmup_steps: Steps over which it rises.
+        every: The loss is taken at every k-th position.
+        chunk_size: Positions whose logits are held at once.
+        eta: Of the loss lk_lambda.
+        fc_norm: See `new_eagle3`.
+        norm_output: See `new_eagle3`.
+        data_dir: Folder of prompt sets, `NAME.jsonl` with `turns`.
+        sets: Their names.
+        prompts_per_set: Spread evenly over the set.
+        new_tokens: Limit a prompt.
+        num_speculative_tokens: G.
+        chat_template: Prompts are user messages in the tokenizer's own chat template.
+        seed: Of parameters and data.
+        dtype: Compute dtype.
+        implementation: Attention implementation of the decoding.
+        compile_threads: Programs to compile at a time.
+        cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
+    """
+
+    target: str = path_field("")
+    data: str = path_field("")
+    out: str | None = local_field()
+    drafter: str = "eagle3"
+    variants: tuple[str, ...] = ("low_rank:8",)
+    steps: int = 1000
+    evaluations: int = 5
+    batch_size: int = 64
+    sequence_length: int = 1024
+    chain: int = 5
+    learning_rate: float = OptimizerConfig.learning_rate
+    warmup_steps: int = OptimizerConfig.warmup_steps
+    every: int = 1
+    chunk_size: int = LossPositions.chunk_size
+    eta: float = DraftLoss.eta
+    fc_norm: bool = TrainSettings.fc_norm
+    norm_output: bool = TrainSettings.norm_output
+    data_dir: str = path_field("")
+    sets: tuple[str, ...] = ("humaneval", "gsm8k", "sum", "mt_bench", "alpaca", "qa")
+    prompts_per_set: int | None = 13
+    new_tokens: int = 128
+    num_speculative_tokens: int = 5
+    chat_template: bool = True
+    seed: int = 0
+    dtype: str = "bfloat16"
+    implementation: str = "auto"
+    compile_threads: int = 8
+    cache_dir: str | None = local_field()
+
+    def variant(self, word: str) -> Variant:
+        """What a word says."""
+        head, *rest = word.split("@")
+        if len(rest) > 2:
+            raise ExperimentError(f"a variant is HEAD, HEAD@INIT or HEAD@INIT@LOSS, got {word!r}")
+        init = {"init": rest[0]} if rest and rest[0] else {}
+        kind = rest[1] if len(rest) == 2 else DraftLoss.kind
+        return Variant(head=head, loss=DraftLoss(kind=kind, eta=self.eta), **init)
+
+    def settings(self) -> TrainSettings:
+        """For the training."""
+        return TrainSettings(
+            drafter=self.drafter,
+            variants=tuple(self.variant(word) for word in self.variants),
+            num_steps=self.steps,
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            chain=self.chain,
+            optimizer=OptimizerConfig(learning_rate=self.learning_rate, warmup_steps=self.warmup_steps),
+            positions=LossPositions(every=self.every, chunk_size=self.chunk_size),
+            fc_norm=self.fc_norm,
+            norm_output=self.norm_output,
+            seed=self.seed,
+            checkpoint_every=max(-(-self.steps // self.evaluations), 1),
+        )
+
+
+def run(config: Config) -> Iterator[dict]:
+    """One row a drafter and evaluation for each set, and one for their mean."""
+    for key in ("target", "data", "out", "data_dir"):
+        if not getattr(config, key):
+            raise ExperimentError(f"train_drafter needs {key}=PATH")
+    if config.steps < 1 or config.evaluations < 1:
+        raise ExperimentError(f"steps and evaluations must be at least 1, got {config.steps} and {config.evaluations}")
+    assert config.out is not None
+    try:
+        settings = config.settings()
+        target = load_model(config.target, dtype=config.dtype, implementation=config.implementation, cache_dir=config.cache_dir)
+        prepared = prepare_training(config.target, config.data, settings, dtype=jnp.dtype(config.dtype))
+    except ValueError as error:
+        raise ExperimentError(str(error)) from error
+    out = Path(config.out).expanduser()
+    rows: queue.Queue[dict | None] = queue.Queue()
+    evaluator = Evaluator(config, target, prepared)
+    checkpoints = _Evaluating(TrainingCheckpoints(out / STATE_FOLDER), evaluator, rows)
+
+    def work() -> None:
+        # In a thread of its own, so that rows are recorded while the training goes on.
+        try:
+            reports: dict[str, Report] = checkpoints.reports
+            result = prepared.run(
+                checkpoints=checkpoints,
+                report_path=out / REPORTS,
+                show_progress=True,
+                on_report=lambda report: reports.update({report.drafter: report}),
+            )
+            for name, params in result.params.items():
+                record = {"loss_tokens": reports[name].loss_tokens, "evaluation": checkpoints.means.get(name)}
+                prepared.save(name, out / name, params, record, force=True)
+        finally:
+            rows.put(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(work)
+        while (row := rows.get()) is not None:
+            yield row
+        training.result()
+
+
+class Evaluator:
+    """Drafters in training, drafting for their target."""
+
+    def __init__(self, config: Config, target: Model, prepared: PreparedTraining) -> None:
+        """Reads the prompts."""
+        assert target.checkpoint is not None
+        self._config, self._target, self._prepared = config, target, prepared
+        tokenizer = target.checkpoint.tokenizer()
+        texts = {name: load_prompts(config.data_dir, name, config.prompts_per_set) for name in config.sets}
+        self._prompts = {name: encode(tokenizer, rows, chat_template=config.chat_template) for name, rows in texts.items()}
+
+    def __call__(self, params: Mapping[str, Any], reports: Mapping[str, Report]) -> list[dict]:
+        """Decodes every set with every drafter.
+
+        Args:
+            params: By name, of all drafters.
+            reports: By name, the latest ones.
+        """
+        config = self._config
+        longest = max(len(tokens) for rows in self._prompts.values() for tokens in rows)
+        batch = max(len(rows) for rows in self._prompts.values())
+
+        def decoder(name: str) -> Decoder:
+            network = self._prepared.networks[name]
+            dtype = jnp.dtype(config.dtype)
+            leaves = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params[name])
+            draft = Checkpoint(network.clone(param_dtype=dtype), jax.device_put(leaves, jax.devices()[0]), {}, None)
+            assert self._target.checkpoint is not None
+            ready = drafter_for_target(draft, dataclasses.replace(self._target.checkpoint, params=self._target.params))
+            return Decoder(
+                self._target,
+                ready.drafter,
+                ready.params,
+                config=GenerateConfig(max_new_tokens=config.new_tokens, num_speculative_tokens=config.num_speculative_tokens),
+                batch=batch,
+                width=bucket(longest),
+                eos_token_ids=end_of_text(self._target),
+            )
+
+        with ThreadPoolExecutor(config.compile_threads) as pool:
+            decoders = dict(zip(params, pool.map(decoder, params), strict=True))
+        rows = []
+        for name, decode in decoders.items():
+            mine = []
+            for dataset, prompts in self._prompts.items():
+                counts = decode(prompts).statistics.summary()
+                mine.append(self._row(name, reports[name]) | {"dataset": dataset, "prompts": len(prompts)} | _kept(counts))
+            means = {key: np.mean([row[key] for row in mine], axis=0).tolist() for key in _kept(mine[0])}
+            rows += [*mine, self._row(name, reports[name]) | {"dataset": "mean", "prompts": sum(row["prompts"] for row in mine)} | means]
+        return rows
+
+    def _row(self, name: str, report: Report) -> dict:
+        config = self._config
+        variant = next(variant for variant in self._prepared.settings.variants if variant.name == name)
+        return {
+            "target": self._target.name,
+            "drafter": config.drafter,
+            "variant": name,
+            **describe(self._prepared.networks[name].config.head, self._target.model.config.vocab_size),
+            "init": variant.init,
+            "loss": variant.loss.kind,
+            "weights": self._target.weights,
+            "implementation": config.implementation,
+            "synthetic": False,
+            "step": report.step,
+            "train_tokens": report.loss_tokens,
+            "train_positions": report.positions,
+            "positions_per_s": report.positions_per_s,
+            "train_loss": report.loss,
+            "expected_acceptance_length": report.acceptance_length,
+            "num_speculative_tokens": config.num_speculative_tokens,
+            "temperature": 0.0,
+        }
+
+
+class _Evaluating:
+    """Checkpoints of a run, each of which is evaluated when it is saved."""
+
+    def __init__(self, inner: TrainingCheckpoints, evaluator: Evaluator, rows: queue.Queue) -> None:
+        self._inner, self._evaluator, self._rows = inner, evaluator, rows
+        self.reports: dict[str, Report] = {}
+        self.means: dict[str, dict] = {}
+
+    def restore(self, states: Mapping[str, Any], description: Mapping[str, Any]) -> Any:
+        return self._inner.restore(states, description)
+
+    def save(self, states: Mapping[str, Any], progress: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+        self._inner.save(states, progress, description)
+        prepared = self._evaluator._prepared
+        params = {}
+        for name, training in prepared.drafters.items():
+            _, fixed = split_params(prepared.params[name], training.task.is_trained)
+            params[name] = merge_params(states[name].trained, fixed)
+        for row in self._evaluator(params, self.reports):
+            self._rows.put(row)
+            if row["dataset"] == "mean":
+                self.means[row["variant"]] = row
+
+
+def _kept(counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: counts[key] for key in ("mean_acceptance_length", "acceptance_rate_per_position")}
+
+
+def show(row: dict) -> str:
+    """A row's main figures on one line."""
+    return (
+        f"step {row['step']:6} {row['train_tokens'] / 1e6:7.2f} M tokens  {row['variant']:32} {row['dataset']:10} "
+        f"mean acceptance length {row['mean_acceptance_length']:.3f}  (training: loss {row['train_loss']:.3f}, expects "
+        f"{row['expected_acceptance_length']:.2f}; {row['positions_per_s']:.0f} positions/s)"
+    )
+
+
+def columns(row: dict) -> dict:
+    """What the report shows of a row."""
+    return {
+        "drafter": row["variant"],
+        "tokens seen": f"{row['train_tokens'] / 1e6:.1f} M",
+        "set": row["dataset"],
+        "mean acceptance length": row["mean_acceptance_length"],
+        "expected in training": row["expected_acceptance_length"],
+    }
+
+
+def plot(rows: list[dict], axes: Any) -> None:
+    """Mean acceptance length against tokens seen, a line a drafter."""
+    means = [row for row in rows if row["dataset"] == "mean"]
+    for name in dict.fromkeys(row["variant"] for row in means):
+        mine = [row for row in means if row["variant"] == name]
+        axes.plot([row["train_tokens"] / 1e6 for row in mine], [row["mean_acceptance_length"] for row in mine], marker="o", label=name)
+    axes.set_xlabel("million tokens seen")
+    axes.set_ylabel("mean acceptance length")
+    axes.legend()

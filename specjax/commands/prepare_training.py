@@ -1,0 +1,177 @@
+"""A training of drafters, loaded and checked: the target, the token files, the new drafters; and how a finished one is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoints.manifest import read_transformer_config
+from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, load_checkpoint, save_checkpoint
+from specjax.commands.token_data import tokenizer_and_ends
+from specjax.config import ModelConfig
+from specjax.drafting.eagle3 import Eagle3
+from specjax.drafting.heads import DraftHead, TrimmedHead
+from specjax.drafting.heads.from_full_head import frequent_tokens
+from specjax.drafting.heads.named_head import named_head
+from specjax.drafting.medusa import Medusa
+from specjax.training.data import DataConfig, TokenBatches
+from specjax.training.hidden_covariance import hidden_covariance
+from specjax.training.new_drafters import HeadStart, initial_params, new_eagle3, new_hydra, new_medusa
+from specjax.training.settings import TrainSettings
+from specjax.training.target_batch import TargetArrays
+from specjax.training.tasks.eagle3_task import Eagle3Task
+from specjax.training.tasks.hydra_task import HydraTask
+from specjax.training.tasks.medusa_task import MedusaTask
+from specjax.training.tasks.task import TrainingTask
+from specjax.training.token_counts import count_tokens
+from specjax.training.token_files import TokenFiles, tokenizer_fingerprint
+from specjax.training.train_step import DrafterTraining
+from specjax.training.trainer import TrainConfig, TrainResult, train
+
+# Batches from which the covariance of the target's hidden states is taken.
+_COVARIANCE_BATCHES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTraining:
+    """All that a training run needs, loaded and checked.
+
+    Attributes:
+        settings: What to train.
+        target: Checkpoint of the target.
+        target_name: What it is called.
+        files: What to train on.
+        batches: From them.
+        num_steps: Of the run.
+        networks: The drafters by the variants' names.
+        drafters: By the same names, how each is trained.
+        params: By the same names, what each begins with.
+    """
+
+    settings: TrainSettings
+    target: Checkpoint
+    target_name: str
+    files: TokenFiles
+    batches: TokenBatches
+    num_steps: int
+    networks: dict[str, Any]
+    drafters: dict[str, DrafterTraining]
+    params: dict[str, Any]
+
+    def run(self, **options: Any) -> TrainResult:
+        """Calls `train`, whose other arguments are options."""
+        config = TrainConfig(
+            num_steps=self.num_steps, report_every=self.settings.report_every, checkpoint_every=self.settings.checkpoint_every
+        )
+        return train(config, self.target.model, self.target.params, self.drafters, self.params, self.batches, **options)
+
+    def save(self, name: str, path: Path, params: Any, record: Mapping[str, Any], *, force: bool) -> None:
+        """Saves a drafter as a checkpoint that remembers its training, parameters in the compute dtype.
+
+        Args:
+            name: Which.
+            path: Where.
+            params: Its parameters.
+            record: What there is to remember beside the settings and the data, JSON values.
+            force: Replace a checkpoint that exists.
+        """
+        dtype = self.target.model.dtype
+        leaves = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+        manifest = self.files.manifest
+        made = {key: value for key, value in manifest.made.items() if value not in (None, [], ())}
+        totals = {key: getattr(manifest, key) for key in ("num_sequences", "num_tokens", "num_loss_tokens")}
+        variant = next(variant for variant in self.settings.variants if variant.name == name)
+        settings = dataclasses.asdict(self.settings) | {"variants": [dataclasses.asdict(variant)], "num_steps": self.num_steps}
+        metadata = {
+            "source": f"{self.target_name}-{self.settings.drafter}-{name}",
+            "source_format": "specjax train",
+            "training": settings | {"data": {"made": made, **totals}, **record},
+        }
+        save_checkpoint(path, self.networks[name].config, leaves, metadata, force=force)
+
+
+def prepare_training(target: str | Path, data: str | Path, settings: TrainSettings, *, dtype: Any = None) -> PreparedTraining:
+    """Loads a target, opens token files and makes new drafters. Arguments and errors as those of `train_drafters`."""
+    config = read_transformer_config(target)
+    abstract = abstract_checkpoint(target, dtype=dtype)
+    heads = {
+        variant.name: named_head(variant.head, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+        for variant in settings.variants
+    }
+    tokenizer, ends = tokenizer_and_ends(abstract)
+    files = open_token_files(data, tokenizer)
+    config_of_data = data_config(settings)
+    batches = TokenBatches(files, config_of_data, host=jax.process_index(), num_hosts=jax.process_count())
+    networks = {name: _network(config, head, settings, abstract.model.dtype) for name, head in heads.items()}
+    drafters = {
+        variant.name: DrafterTraining(
+            task=_task(networks[variant.name], settings),
+            loss=variant.loss,
+            optimizer=settings.optimizer,
+            positions=settings.positions,
+        )
+        for variant in settings.variants
+    }
+    checkpoint = load_checkpoint(target, dtype=dtype)
+    covariance = None
+    if any(variant.init == "weighted_svd" for variant in settings.variants):
+        some = itertools.islice(TokenBatches(files, config_of_data), _COVARIANCE_BATCHES)
+        covariance = hidden_covariance(checkpoint.model, checkpoint.params, some)
+    trimmed = {head.num_tokens for head in heads.values() if isinstance(head, TrimmedHead)}
+    counts = count_tokens(files, config.vocab_size) if trimmed else None
+    always = sorted({*ends, *tokenizer.all_special_ids})
+    token_ids = {num_tokens: frequent_tokens(counts, num_tokens, always) for num_tokens in trimmed}
+    lm_head, params = TargetArrays.of(config, checkpoint.params).lm_head, {}
+    norm_scale = checkpoint.params["final_norm"]["scale"]
+    for variant in settings.variants:
+        start = HeadStart(lm_head=lm_head, norm_scale=norm_scale, init=variant.init, covariance=covariance, token_ids=token_ids)
+        # One key for all: drafters that differ in their heads begin with the same body.
+        params[variant.name] = initial_params(networks[variant.name], start, jax.random.key(settings.seed))
+    return PreparedTraining(
+        settings=settings,
+        target=checkpoint,
+        target_name=(checkpoint.metadata.get("source") or Path(target).resolve().name).removesuffix(".gguf"),
+        files=files,
+        batches=batches,
+        num_steps=settings.num_steps or max(settings.num_epochs * batches.num_rows // settings.batch_size, 1),
+        networks=networks,
+        drafters=drafters,
+        params=params,
+    )
+
+
+def open_token_files(path: str | Path, tokenizer: Any) -> TokenFiles:
+    """Token files that were made with this tokenizer.
+
+    Raises:
+        ValueError: There are none, or they were made with another one.
+    """
+    files, wanted = TokenFiles(path), tokenizer_fingerprint(tokenizer)
+    found = files.manifest.tokenizer
+    if found != wanted:
+        raise ValueError(f"{path} was made with another tokenizer than the target's: expected {wanted[:16]}, got {found[:16]}")
+    return files
+
+
+def data_config(settings: TrainSettings) -> DataConfig:
+    """Batches as these settings have them."""
+    return DataConfig(batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=settings.seed)
+
+
+def _network(target: ModelConfig, head: DraftHead, settings: TrainSettings, dtype: Any) -> Any:
+    if settings.drafter == "eagle3":
+        return new_eagle3(target, head, fc_norm=settings.fc_norm, norm_output=settings.norm_output, dtype=dtype)
+    make = new_medusa if settings.drafter == "medusa" else new_hydra
+    return make(target, head, num_draft_heads=settings.chain, dtype=dtype)
+
+
+def _task(network: Any, settings: TrainSettings) -> TrainingTask:
+    if isinstance(network, Eagle3):
+        return Eagle3Task(network, num_steps=settings.chain)
+    return MedusaTask(network) if isinstance(network, Medusa) else HydraTask(network)
