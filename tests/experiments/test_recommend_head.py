@@ -200,10 +200,17 @@ def test_settings_that_exclude_each_other_are_refused(words, message):
 
 
 @pytest.mark.parametrize(
+    ("words", "message"), [(["screened:8=0.5"], "rates name screened:8; the heads are full, low_rank:8"), (["full=high"], "got full=high")]
+)
+def test_rates_that_cannot_be_read_are_refused(words, message):
+    with pytest.raises(ExperimentError, match=message):
+        assumed_rates(words, HEADS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["heads=low_rank:8", "rates=screened:8=0.5"], "rates name screened:8; the heads are full, low_rank:8"),
-        (["heads=low_rank:8", "rates=full=high"], "HEAD=RATE/RATE/..., got full=high"),
         (["heads=low_rank:8", "rates=full=0.5/0.6"], "must not rise"),
         (["heads=low_rank:8", "acceptance=nothing.json"], "FileNotFoundError"),
         (["heads=shared"], "heads must have arrays of their own, got shared"),
