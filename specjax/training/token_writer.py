@@ -101,14 +101,15 @@ class TokenWriter:
 
     def save(self) -> None:
         """Writes out what is in memory, and notes where a later run can go on."""
-        shards, shard = list(self._state.shards), []
-        for sequence in [*self._state.buffer, None]:
-            is_full = sequence is not None and _num_tokens(shard) + len(sequence.tokens) > self._max_shard_tokens
-            if shard and (is_full or sequence is None):
+        shards, shard, size = list(self._state.shards), [], 0
+        for sequence in self._state.buffer:
+            if size + len(sequence.tokens) > self._max_shard_tokens:
                 shards.append(_write_shard(self._folder, f"shard-{len(shards):05}", shard, self._vocab_size))
-                shard = []
-            if sequence is not None:
-                shard.append(sequence)
+                shard, size = [], 0
+            shard.append(sequence)
+            size += len(sequence.tokens)
+        if shard:
+            shards.append(_write_shard(self._folder, f"shard-{len(shards):05}", shard, self._vocab_size))
         self._state = dataclasses.replace(self._state, shards=tuple(shards), buffer=())
         noted = {"shards": [dataclasses.asdict(shard) for shard in shards], "position": self.position, "dropped": self.dropped}
         partial = self._folder / f"{_UNFINISHED}.partial"
