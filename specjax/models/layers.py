@@ -29,25 +29,30 @@ def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None)
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-@jax.custom_jvp
 def head_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     """The product of every LM head: `hidden [..., D]`, `weight [V,D]` (a row a token) → `[..., V]` float32, accumulated in float32."""
-    weight = weight.astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, weight, precision=full_precision(hidden), preferred_element_type=jnp.float32)
+    return float32_einsum("...d,vd->...v", hidden, weight.astype(hidden.dtype))
 
 
-@functools.partial(head_product.defjvp, symbolic_zeros=True)
-def _head_product_tangent(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """Derivatives in the dtype of `hidden`: the transpose of the above would multiply bfloat16 by float32, at a fraction of the speed."""
-    hidden, weight = primals
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def float32_einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product of two arrays of one dtype, in float32; its derivatives are products of arrays of that dtype too.
 
-    def rounded(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        out = jnp.einsum("...d,vd->...v", hidden, weight.astype(hidden.dtype), precision=full_precision(hidden))
-        return out.astype(jnp.float32)
+    (The transpose that JAX would make multiplies float32 by, say, bfloat16: on a GPU at a fraction of the speed of bfloat16 alone.)
+    """
+    return jnp.einsum(subscripts, x, y, precision=full_precision(x), preferred_element_type=jnp.float32)
 
-    pairs = ((tangents[0], weight), (hidden, tangents[1]))
-    parts = [rounded(*pair) for pair, tangent in zip(pairs, tangents, strict=True) if not isinstance(tangent, SymbolicZero)]
-    out = head_product(hidden, weight)
+
+@functools.partial(float32_einsum.defjvp, symbolic_zeros=True)
+def _float32_einsum_tangent(subscripts: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    x, y = primals
+    pairs = ((tangents[0], y), (x, tangents[1]))
+    parts = [
+        jnp.einsum(subscripts, *pair, precision=full_precision(x)).astype(jnp.float32)
+        for pair, tangent in zip(pairs, tangents, strict=True)
+        if not isinstance(tangent, SymbolicZero)
+    ]
+    out = float32_einsum(subscripts, x, y)
     return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from specjax.drafting.eagle3 import Eagle3
 from specjax.models.attention import Attend
-from specjax.models.layers import full_precision
+from specjax.models.layers import float32_einsum
 
 # Keys and values, each [B,T,K,H], of a layer's steps from 0 on.
 Steps = tuple[tuple[jax.Array, jax.Array], ...]
@@ -120,22 +120,21 @@ def step_attention(
     """
     batch_size, num_rows, num_heads, head_dim = query.shape
     num_kv_heads = causal[0].shape[2]
-    precision, scale = full_precision(query), head_dim**-0.5
     q_btkmh = query.reshape(batch_size, num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scale = head_dim**-0.5
 
     offset = jnp.arange(num_rows)[:, None] + step - jnp.arange(num_rows)[None, :]
     visible_ts = (offset >= step) & (offset < (window or num_rows + step))
-    scores_bkmts = jnp.where(visible_ts, einsum("btkmh,bskh->bkmts", q_btkmh, causal[0]) * scale, -jnp.inf)
-    own_bkmt = [einsum("btkmh,btkh->bkmt", q_btkmh, keys) * scale for keys, _ in own_row]
+    scores_bkmts = jnp.where(visible_ts, float32_einsum("btkmh,bskh->bkmts", q_btkmh, causal[0]) * scale, -jnp.inf)
+    own_bkmt = [float32_einsum("btkmh,btkh->bkmt", q_btkmh, keys) * scale for keys, _ in own_row]
     sinks_km1 = [] if sinks is None else [sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1)]
 
     largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [*own_bkmt, *sinks_km1], scores_bkmts.max(axis=-1)))
     weights_bkmts = jnp.exp(scores_bkmts - largest[..., None])
     weights_bkmt = [jnp.exp(scores - largest) for scores in own_bkmt]
     total_bkmt = functools.reduce(jnp.add, [*weights_bkmt, *(jnp.exp(sink - largest) for sink in sinks_km1)], weights_bkmts.sum(axis=-1))
-    out_btkmh = einsum("bkmts,bskh->btkmh", weights_bkmts.astype(query.dtype), causal[1])
+    out_btkmh = float32_einsum("bkmts,bskh->btkmh", weights_bkmts.astype(query.dtype), causal[1])
     for weights, (_, values) in zip(weights_bkmt, own_row, strict=True):
-        out_btkmh += einsum("bkmt,btkh->btkmh", weights, values.astype(jnp.float32))
+        out_btkmh += jnp.moveaxis(weights, -1, 1)[..., None] * values.astype(jnp.float32)[:, :, :, None]
     out_btkmh /= jnp.moveaxis(total_bkmt, -1, 1)[..., None]
     return out_btkmh.reshape(query.shape).astype(query.dtype)
