@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig, RopeConfig
 from specjax.drafting.eagle3 import Eagle3
-from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.drafting.eagle3_config import Eagle3Config, default_feature_layers
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, TOKEN_IDS
 from specjax.drafting.heads.from_full_head import low_rank_from, screened_from, trimmed_from
@@ -120,8 +120,15 @@ def new_eagle3(
         rms_norm_eps=target.rms_norm_eps,
         rope=RopeConfig(theta=target.rope.theta),
     )
-    config = Eagle3Config(decoder=decoder, target_hidden_size=target.hidden_size, head=head, fc_norm=fc_norm, norm_output=norm_output)
-    return Eagle3(config.for_target(target), dtype=dtype, param_dtype=jnp.float32)
+    config = Eagle3Config(
+        decoder=decoder,
+        target_hidden_size=target.hidden_size,
+        head=head,
+        feature_layers=default_feature_layers(target.num_layers),
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+    )
+    return Eagle3(config, dtype=dtype, param_dtype=jnp.float32)
 
 
 def new_medusa(target: ModelConfig, head: DraftHead, *, num_draft_heads: int, dtype: jnp.dtype = jnp.bfloat16) -> Medusa:

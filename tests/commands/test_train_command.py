@@ -1,0 +1,101 @@
+"""`specjax train`: from a tiny target and token files to drafters that draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from specjax import GenerateConfig, generate, speculative_generate
+from specjax.checkpoints.pairing import drafter_for_target
+from specjax.checkpoints.store import load_checkpoint
+from specjax.commands.main import app
+from specjax.drafting.heads import LowRankHead, TrimmedHead
+from specjax.training.token_files import TokenFiles
+from tests.tiny_checkpoint import write_checkpoint
+from tests.token_data import write_token_files
+
+SMALL = ("--steps", 4, "--batch-size", 4, "--sequence-length", 12, "--chain", 2, "--report-every", 2, "--warmup-steps", 1)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def data(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_token_files(tmp_path_factory.mktemp("data") / "tokens", target)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["train", *map(str, words)])
+
+
+def test_drafters_are_trained_side_by_side_saved_and_draft(target: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(target, data, out, *SMALL, "--head", "low_rank:4", "--head", "trimmed:40", "--held-out", data)
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in out.iterdir()) == ["low_rank_4", "reports.jsonl", "trimmed_40"]
+    assert "on the held-out data" in done.stdout
+    reports = [json.loads(line) for line in (out / "reports.jsonl").read_text().splitlines()]
+    assert [(report["step"], report["drafter"]) for report in reports] == [
+        (n, name) for n in (2, 4) for name in ("low_rank_4", "trimmed_40")
+    ]
+
+    loaded = load_checkpoint(target)
+    prompts = [[5, 6, 7], [8, 9]]
+    config = GenerateConfig(max_new_tokens=12, num_speculative_tokens=3)
+    plain = generate(loaded.model, loaded.params, prompts, config=config)
+    for name, kind in (("low_rank_4", LowRankHead), ("trimmed_40", TrimmedHead)):
+        checkpoint = load_checkpoint(out / name)
+        assert isinstance(checkpoint.model.config.head, kind)
+        record = checkpoint.metadata["training"]
+        assert (record["num_steps"], record["variants"][0]["head"]) == (4, name.replace("_4", ":4"))
+        assert record["data"]["num_sequences"] == TokenFiles(data).manifest.num_sequences
+        assert record["held_out"]["acceptance_length"] >= 1
+        ready = drafter_for_target(checkpoint, loaded)
+        output = speculative_generate(loaded.model, loaded.params, ready.drafter, ready.params, prompts, config=config)
+        np.testing.assert_array_equal(output.tokens, plain.tokens)
+    # The tokens that the texts have most of, and those that end a text, however rare they are.
+    kept = np.asarray(load_checkpoint(out / "trimmed_40").params["draft_head"]["token_ids"])
+    assert loaded.tokenizer().eos_token_id in kept
+
+    refused = run(target, data, out, *SMALL, "--head", "low_rank:4")
+    assert refused.exit_code == 1
+    assert "low_rank_4" in refused.stderr
+    assert "--force" in refused.stderr
+
+
+@pytest.mark.parametrize("drafter", ["medusa", pytest.param("hydra", marks=pytest.mark.full)])
+def test_heads_on_the_last_hidden_state_are_trained_too(drafter: str, target: Path, data: Path, tmp_path: Path) -> None:
+    done = run(target, data, tmp_path / "out", *SMALL, "--drafter", drafter, "--head", "low_rank:4", "--init", "svd", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    checkpoint = load_checkpoint(tmp_path / "out" / "low_rank_4-svd")
+    assert checkpoint.model.config.num_draft_heads == 2
+    assert checkpoint.params["head_1"]["draft_head"]["down"].dtype == jnp.float32
+
+
+def test_wrong_calls_end_with_one_line_that_says_what_was_expected(target: Path, data: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", special_tokens=("<u>", "<x>"))
+    cases = [
+        ((target, data, tmp_path / "a", "--head", "low_rank:5"), "must divide hidden_size = 16, got 5"),
+        ((target, data, tmp_path / "a", "--drafter", "eagle"), "drafter must be one of eagle3, medusa, hydra, got 'eagle'"),
+        ((target, data, tmp_path / "a", "--init", "zeros"), "init must be one of"),
+        ((target, data, tmp_path / "a", "--head", "full", "--head", "full"), "of different names, got full, full"),
+        ((target, data, tmp_path / "a", "--steps", 0), "num_steps must be at least 1, got 0"),
+        ((target, tmp_path, tmp_path / "a"), "holds no token files"),
+        ((other, data, tmp_path / "a", "--batch-size", 4), "another tokenizer"),
+        ((target, data, tmp_path / "a", "--batch-size", 400), "fewer than a batch of 400"),
+        ((target, data, tmp_path / "a", "--dtype", "float16"), "--dtype must be bfloat16 or float32"),
+    ]
+    for words, message in cases:
+        refused = run(*words)
+        assert refused.exit_code == 1, message
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "a").exists()

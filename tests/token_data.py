@@ -1,0 +1,23 @@
+"""Small token files for a tiny checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from specjax.checkpoints.store import abstract_checkpoint
+from specjax.training.token_files import TokenSequence, tokenizer_fingerprint
+from specjax.training.token_writer import writing_token_files
+
+
+def write_token_files(path: Path, target: Path, *, num_sequences: int = 8, length: int = 14) -> Path:
+    """Random sequences; the loss counts from the fourth token on."""
+    tokenizer = abstract_checkpoint(target).tokenizer()
+    rng = np.random.default_rng(0)
+    with writing_token_files(
+        path, vocab_size=len(tokenizer), tokenizer=tokenizer_fingerprint(tokenizer), made={"kind": "text"}, force=False, resume=False
+    ) as writer:
+        sequences = [TokenSequence(tokens=rng.integers(1, 250, length), loss_mask=np.arange(length) >= 3) for _ in range(num_sequences)]
+        writer.extend(sequences, position=num_sequences)
+    return path
