@@ -17,7 +17,7 @@ from specjax.drafting.heads import DraftHead
 from specjax.training.target_batch import TargetBatch
 from tests.helpers import random_model, random_prompts, tiny_config
 
-VOCAB, WIDTH, PROMPT_LENGTH, TEXT_LENGTH, NUM_TEXTS = 32, 32, 4, 16, 64
+VOCAB, WIDTH, PROMPT_LENGTH, TEXT_LENGTH, NUM_TEXTS = 32, 32, 4, 12, 64
 
 
 @dataclasses.dataclass

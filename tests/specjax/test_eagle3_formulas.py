@@ -84,9 +84,7 @@ class NumpyEagle3:
 def test_recursive_steps_equal_the_formulas(name: str) -> None:
     decoder, changes = CASES[name]
     sizes = dict(num_layers=1) | decoder
-    config = Eagle3Config(
-        **dict(decoder=tiny_config(**sizes), target_hidden_size=WIDTH, head=FullHead(), feature_layers=(0, 1, 2)) | changes
-    )
+    config = Eagle3Config(**dict(decoder=tiny_config(**sizes), target_hidden_size=WIDTH, feature_layers=(0, 1, 2)) | changes)
     model = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)
     params = random_params(jax.eval_shape(model.init_params, jax.random.key(0)), vocab_size=VOCAB_SIZE)
     reference, rng = NumpyEagle3(config, params), np.random.default_rng(1)

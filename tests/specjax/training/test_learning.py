@@ -28,7 +28,7 @@ HEADS = [
         for head in (FullHead(), TrimmedHead(num_tokens=VOCAB), ScreenedHead(rank=8, num_candidates=8))
     ),
 ]
-OPTIMIZER = OptimizerConfig(learning_rate=0.02, warmup_steps=10, clip_norm=1.0)
+OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=10, clip_norm=1.0)
 
 
 def learnt(training: DrafterTraining, params: Any, num_steps: int) -> TrainResult:
@@ -42,7 +42,7 @@ def learnt(training: DrafterTraining, params: Any, num_steps: int) -> TrainResul
 def test_an_eagle3_drafter_learns_64_texts_and_its_drafts_of_them_are_accepted(head: Any) -> None:
     network = eagle3_network(head)
     training = DrafterTraining(task=Eagle3Task(network, num_steps=NUM_DRAFTS), optimizer=OPTIMIZER)
-    result = learnt(training, network.init_params(jax.random.key(0)), 200)
+    result = learnt(training, network.init_params(jax.random.key(0)), 140)
     report = result.reports["it"]
     assert min(report.acceptance) > 0.95, report
     first, second = report.acceptance
@@ -76,7 +76,7 @@ def test_each_head_learns_the_token_that_it_is_for(kind: str) -> None:
         model, task = (network := Medusa(MedusaConfig(**sizes), dtype=jnp.float32, param_dtype=jnp.float32)), MedusaTask(network)
     else:
         model, task = (network := Hydra(HydraConfig(**sizes), dtype=jnp.float32, param_dtype=jnp.float32)), HydraTask(network)
-    result = learnt(DrafterTraining(task=task, optimizer=OPTIMIZER), model.init_params(jax.random.key(0)), 200)
+    result = learnt(DrafterTraining(task=task, optimizer=OPTIMIZER), model.init_params(jax.random.key(0)), 140)
     variables = {"params": result.params["it"]}
 
     target, target_params = sure_target()

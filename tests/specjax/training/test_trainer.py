@@ -23,9 +23,9 @@ from specjax.training.optimizer import OptimizerConfig
 from specjax.training.tasks import HeadOnly, MedusaTask
 from specjax.training.train_step import DrafterTraining, train_step
 from specjax.training.trainer import TrainConfig, TrainResult, train
-from tests.training import VOCAB, WIDTH, MemoryTexts, greedy_texts, sure_target
+from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, greedy_texts, sure_target
 
-NUM_STEPS = 30
+NUM_STEPS, COUNTED = 30, TEXT_LENGTH - PROMPT_LENGTH
 
 
 def heads(head: Any = LowRankHead(rank=4), *, only_heads: bool = False, dtype: Any = jnp.float32) -> tuple[DrafterTraining, dict]:  # noqa: B008
@@ -66,8 +66,8 @@ def test_drafters_side_by_side_learn_what_each_learns_alone(tmp_path: Path) -> N
         losses = [report.loss for report in reports if report.drafter == name]
         assert losses[-1] < losses[1] < losses[0], name
     last = together.reports["low-rank"]
-    assert last.positions == NUM_STEPS * 16 * 16
-    assert last.loss_tokens == NUM_STEPS * 16 * 12
+    assert last.positions == NUM_STEPS * 16 * TEXT_LENGTH
+    assert last.loss_tokens == NUM_STEPS * 16 * COUNTED
     np.testing.assert_allclose(last.loss, last.step_losses[0] + 0.8 * last.step_losses[1], rtol=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
     assert len(lines) == 6
@@ -100,10 +100,10 @@ def test_an_evaluation_gives_the_numbers_of_the_training_itself() -> None:
     before = evaluate(target, target_params, {"it": training}, {"it": params}, [next(texts())])["it"]
     np.testing.assert_allclose(before.acceptance, reports[0].acceptance, rtol=1e-5)
     np.testing.assert_allclose(before.step_losses, reports[0].step_losses, rtol=1e-5)
-    assert before.num_positions == (16 * 12, 16 * 12)
+    assert before.num_positions == (16 * COUNTED, 16 * COUNTED)
     data = texts()
     both = evaluate(target, target_params, {"it": training}, result.params, [next(data), next(data)])["it"]
-    assert both.num_positions == (2 * 16 * 12, 2 * 16 * 12)
+    assert both.num_positions == (2 * 16 * COUNTED, 2 * 16 * COUNTED)
     assert both.acceptance_length != before.acceptance_length
     with pytest.raises(ValueError, match="there is no batch to evaluate on"):
         evaluate(target, target_params, {"it": training}, {"it": params}, [])
@@ -166,7 +166,8 @@ print(json.dumps([jax.device_count(), *results]))
 """
 
 
-@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_eight_devices_make_of_a_batch_what_one_makes(kind: str) -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     root = Path(__file__).parents[3]
