@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import GenerateConfig, Transformer, generate
+from specjax import Transformer
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead
+from specjax.drafting.heads.draft_head import DRAFT_HEAD
 from specjax.training.target_batch import TargetBatch
 from tests.helpers import random_model, random_prompts, tiny_config
 
@@ -61,8 +62,17 @@ def greedy_texts() -> tuple[list[list[int]], np.ndarray, np.ndarray]:
     """Prompts, and prompts with the target's continuations `[64,16]` and where the loss counts."""
     prompts = random_prompts((PROMPT_LENGTH,) * NUM_TEXTS, seed=7, vocab_size=VOCAB)
     target, params = sure_target()
-    text = generate(target, params, prompts, config=GenerateConfig(max_new_tokens=TEXT_LENGTH - PROMPT_LENGTH)).tokens
-    tokens = np.concatenate([np.asarray(prompts), np.asarray(text)], axis=1).astype(np.int32)
+
+    @jax.jit
+    def next_tokens(tokens: jax.Array) -> jax.Array:
+        cache = target.init_cache(batch_size=NUM_TEXTS, capacity=TEXT_LENGTH)
+        hidden = target.apply({"params": params}, tokens, cache).hidden
+        return jnp.argmax(target.apply({"params": params}, hidden, method="logits"), axis=-1)
+
+    tokens = np.zeros((NUM_TEXTS, TEXT_LENGTH), np.int32)
+    tokens[:, :PROMPT_LENGTH] = prompts
+    for length in range(PROMPT_LENGTH, TEXT_LENGTH):
+        tokens[:, length] = next_tokens(tokens)[:, length - 1]
     return prompts, tokens, np.broadcast_to(np.arange(TEXT_LENGTH) >= PROMPT_LENGTH, tokens.shape)
 
 
@@ -71,6 +81,20 @@ def eagle3_network(head: DraftHead, *, dtype: Any = jnp.float32, **changes: Any)
     decoder = tiny_config(num_layers=1, intermediate_size=128, vocab_size=VOCAB)
     config = Eagle3Config(decoder=decoder, target_hidden_size=WIDTH, head=head, **changes).for_target(sure_target()[0].config)
     return Eagle3(config, dtype=dtype, param_dtype=jnp.float32)
+
+
+def initial_params(model: Any, seed: int = 0) -> dict:
+    """Such as `init_params` makes, without the time that it takes to compile."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if leaf.ndim == 1:
+            ids = np.arange(leaf.shape[0])
+            return jnp.asarray(ids if leaf.dtype == jnp.int32 else ids * 0 + (path[-1].key == "scale"), leaf.dtype)
+        spread = leaf.shape[-1] ** -0.5 if DRAFT_HEAD in [part.key for part in path] else 0.02
+        return jnp.asarray(rng.normal(0, spread, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init_params, jax.random.key(0)))
 
 
 def random_batch(*, batch_size: int = 2, num_tokens: int = 9, feature_layers: tuple[int, ...] = ()) -> TargetBatch:

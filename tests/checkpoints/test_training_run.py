@@ -25,7 +25,7 @@ from specjax.training.tasks import MedusaTask
 from specjax.training.train_step import DrafterTraining
 from specjax.training.trainer import TrainConfig, TrainResult, train
 from tests.helpers import random_model, tiny_config
-from tests.training import VOCAB, WIDTH, MemoryTexts
+from tests.training import VOCAB, WIDTH, MemoryTexts, initial_params
 
 NUM_STEPS, EVERY = 9, 2
 
@@ -34,7 +34,7 @@ def heads(rank: int = 4, **changes: Any) -> tuple[DrafterTraining, dict]:
     head = LowRankHead(rank=rank) if rank else FullHead()
     config = MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB, num_draft_heads=1, head=head)
     model = Medusa(config, dtype=jnp.float32, param_dtype=jnp.float32)
-    return DrafterTraining(task=MedusaTask(model), **changes), model.init_params(jax.random.key(0))
+    return DrafterTraining(task=MedusaTask(model), **changes), initial_params(model)
 
 
 def texts(seed: int = 0) -> MemoryTexts:

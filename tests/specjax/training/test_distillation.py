@@ -129,7 +129,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
     def loss(part: Any) -> jax.Array:
         return distill(DraftLoss(), with_part(states, part), empty, target_head())[0]
 
-    value, gradient = jax.value_and_grad(loss)(trained_part(states))
+    value, gradient = jax.jit(jax.value_and_grad(loss))(trained_part(states))
     assert value == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
 

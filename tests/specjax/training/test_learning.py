@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from specjax.training.optimizer import OptimizerConfig
 from specjax.training.tasks import Eagle3Task, HydraTask, MedusaTask
 from specjax.training.train_step import DrafterTraining
 from specjax.training.trainer import TrainConfig, TrainResult, train
-from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, eagle3_network, greedy_texts, sure_target
+from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, eagle3_network, greedy_texts, initial_params, sure_target
 
 NUM_DRAFTS = 2
 HEADS = [
@@ -42,7 +41,7 @@ def learnt(training: DrafterTraining, params: Any, num_steps: int) -> TrainResul
 def test_an_eagle3_drafter_learns_64_texts_and_its_drafts_of_them_are_accepted(head: Any) -> None:
     network = eagle3_network(head)
     training = DrafterTraining(task=Eagle3Task(network, num_steps=NUM_DRAFTS), optimizer=OPTIMIZER)
-    result = learnt(training, network.init_params(jax.random.key(0)), 140)
+    result = learnt(training, initial_params(network), 140)
     report = result.reports["it"]
     assert min(report.acceptance) > 0.95, report
     first, second = report.acceptance
@@ -62,7 +61,7 @@ def test_an_eagle3_drafter_learns_64_texts_and_its_drafts_of_them_are_accepted(h
 def test_lk_losses_train_a_drafter_too(kind: str) -> None:
     network = eagle3_network(FullHead())
     training = DrafterTraining(task=Eagle3Task(network, num_steps=NUM_DRAFTS), loss=DraftLoss(kind=kind), optimizer=OPTIMIZER)
-    report = learnt(training, network.init_params(jax.random.key(0)), 200).reports["it"]
+    report = learnt(training, initial_params(network), 200).reports["it"]
     # From scratch the gradient of log alpha is small where the two hardly meet: slower than the divergence.
     assert min(report.acceptance) > 0.75, report
 
@@ -76,7 +75,7 @@ def test_each_head_learns_the_token_that_it_is_for(kind: str) -> None:
         model, task = (network := Medusa(MedusaConfig(**sizes), dtype=jnp.float32, param_dtype=jnp.float32)), MedusaTask(network)
     else:
         model, task = (network := Hydra(HydraConfig(**sizes), dtype=jnp.float32, param_dtype=jnp.float32)), HydraTask(network)
-    result = learnt(DrafterTraining(task=task, optimizer=OPTIMIZER), model.init_params(jax.random.key(0)), 140)
+    result = learnt(DrafterTraining(task=task, optimizer=OPTIMIZER), initial_params(model), 140)
     variables = {"params": result.params["it"]}
 
     target, target_params = sure_target()

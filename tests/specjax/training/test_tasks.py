@@ -19,7 +19,7 @@ from specjax.training.target_batch import TargetArrays, target_outputs
 from specjax.training.tasks import DraftModelTask, Eagle3Task, HeadOnly, HydraTask, MedusaTask
 from specjax.training.training_time_test import training_time_test
 from tests.helpers import FLOAT32_TOLERANCE, random_model, tiny_config
-from tests.training import VOCAB, WIDTH, eagle3_network, perturbed, random_batch, sure_target
+from tests.training import VOCAB, WIDTH, eagle3_network, initial_params, perturbed, random_batch, sure_target
 
 SHARED = ScreenedHead(rank=4, num_candidates=5, shared=True)
 
@@ -32,14 +32,14 @@ def target_arrays() -> TargetArrays:
 def several_heads(kind: Any, config: Any, head: DraftHead) -> tuple[Any, dict]:
     sizes = dict(hidden_size=WIDTH, vocab_size=VOCAB, num_draft_heads=3, num_layers=2)
     model = kind(config(head=head, **sizes), dtype=jnp.float32, param_dtype=jnp.float32)
-    return model, perturbed(model.init_params(jax.random.key(0)))
+    return model, perturbed(initial_params(model))
 
 
 def scores_of(group: Any) -> np.ndarray:
     return np.asarray(group.head.scores(group.head_params, group.hidden[0], group.shared_head).logits)
 
 
-@pytest.mark.parametrize("head", [LowRankHead(rank=4), SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("head", [pytest.param(LowRankHead(rank=4), marks=pytest.mark.full), SHARED], ids=["own", "shared"])
 def test_medusas_states_give_the_scores_of_its_heads(head: DraftHead) -> None:
     model, params = several_heads(Medusa, MedusaConfig, head)
     batch, arrays = random_batch(), target_arrays()
@@ -50,7 +50,7 @@ def test_medusas_states_give_the_scores_of_its_heads(head: DraftHead) -> None:
         np.testing.assert_allclose(scores_of(group), scores.logits, atol=FLOAT32_TOLERANCE * np.abs(scores.logits).max())
 
 
-@pytest.mark.parametrize("head", [FullHead(bias=True), SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("head", [FullHead(bias=True), pytest.param(SHARED, marks=pytest.mark.full)], ids=["own", "shared"])
 def test_hydras_states_give_the_scores_of_its_heads_for_the_tokens_of_the_text(head: DraftHead) -> None:
     model, params = several_heads(Hydra, HydraConfig, head)
     batch, arrays = random_batch(), target_arrays()
@@ -67,7 +67,7 @@ def test_hydras_states_give_the_scores_of_its_heads_for_the_tokens_of_the_text(h
 
 def test_eagle3s_states_are_those_of_the_training_time_test() -> None:
     network = eagle3_network(TrimmedHead(num_tokens=7), own_embedding=True, feature_layers=(0, 2))
-    params = perturbed(network.init_params(jax.random.key(0)))
+    params = perturbed(initial_params(network))
     batch = random_batch(feature_layers=(0, 1, 2))
 
     @jax.jit
@@ -106,7 +106,7 @@ def names(tree: dict) -> set[str]:
 
 def test_what_is_fixed_is_left_out_of_the_trained_params_and_comes_back() -> None:
     network = eagle3_network(TrimmedHead(num_tokens=7), own_embedding=True)
-    params = network.init_params(jax.random.key(0))
+    params = initial_params(network)
     medusa, medusa_params = several_heads(Medusa, MedusaConfig, LowRankHead(rank=2))
     drafter, draft_params = draft_model(LowRankHead(rank=2))
     for task, all_params, fixed_names in (
@@ -126,7 +126,7 @@ def test_what_is_fixed_is_left_out_of_the_trained_params_and_comes_back() -> Non
 def test_what_does_not_fit_is_refused() -> None:
     target = sure_target()[0].config
     network = eagle3_network(LowRankHead(rank=4))
-    params = network.init_params(jax.random.key(0))
+    params = initial_params(network)
     wrong = {**params, "draft_head": {**params["draft_head"], "up": params["draft_head"]["up"][:, :3]}}
     other = tiny_config(vocab_size=VOCAB + 1)
     medusa, medusa_params = several_heads(Medusa, MedusaConfig, LowRankHead(rank=2))
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Eagle3Task(network, num_steps=0)
 
 
-@pytest.mark.parametrize("rows", [4, 2])
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.full), 2])
 def test_the_targets_outputs_are_those_of_each_text_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target, params = sure_target()
     num_tokens, layers = 7, (0, 2)

@@ -23,7 +23,7 @@ from specjax.training.optimizer import OptimizerConfig
 from specjax.training.tasks import HeadOnly, MedusaTask
 from specjax.training.train_step import DrafterTraining, train_step
 from specjax.training.trainer import TrainConfig, TrainResult, train
-from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, greedy_texts, sure_target
+from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, greedy_texts, initial_params, sure_target
 
 NUM_STEPS, COUNTED = 30, TEXT_LENGTH - PROMPT_LENGTH
 
@@ -32,7 +32,7 @@ def heads(head: Any = LowRankHead(rank=4), *, only_heads: bool = False, dtype: A
     model = Medusa(MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB, num_draft_heads=2, head=head), dtype=dtype, param_dtype=jnp.float32)
     task = MedusaTask(model)
     optimizer = OptimizerConfig(learning_rate=0.01, warmup_steps=5)
-    return DrafterTraining(task=HeadOnly(task) if only_heads else task, optimizer=optimizer), model.init_params(jax.random.key(0))
+    return DrafterTraining(task=HeadOnly(task) if only_heads else task, optimizer=optimizer), initial_params(model)
 
 
 def texts(**options: Any) -> MemoryTexts:
@@ -83,6 +83,7 @@ def test_drafters_side_by_side_learn_what_each_learns_alone(tmp_path: Path) -> N
             assert np.array_equal(leaf, found) is stays, path
 
 
+@pytest.mark.full
 def test_bfloat16_computes_and_float32_is_trained() -> None:
     training, params = heads(FullHead(), dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -132,7 +133,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
         run({"it": (training, params)}, data=texts(num_batches=2))
     shared = Medusa(MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB, num_draft_heads=1, head=FullHead(shared=True)), dtype=jnp.float32)
     with pytest.raises(ValueError, match="it: there is nothing to train"):
-        run({"it": (DrafterTraining(task=HeadOnly(MedusaTask(shared))), shared.init_params(jax.random.key(0)))})
+        run({"it": (DrafterTraining(task=HeadOnly(MedusaTask(shared))), initial_params(shared))})
     with pytest.raises(ValueError, match="TrainConfig.report_every must be a positive int, got 0"):
         TrainConfig(num_steps=1, report_every=0)
 
@@ -151,7 +152,7 @@ if sys.argv[1] == "medusa":
     drafter = heads()
 else:
     network = eagle3_network(LowRankHead(rank=4))
-    drafter = DrafterTraining(task=Eagle3Task(network, num_steps=2)), network.init_params(jax.random.key(0))
+    drafter = DrafterTraining(task=Eagle3Task(network, num_steps=2)), initial_params(network)
 results = []
 for devices in (jax.devices(), jax.devices()[:1]):
     reports = []

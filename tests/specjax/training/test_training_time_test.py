@@ -90,7 +90,7 @@ def chain(model: Eagle3, params: Any, start: int) -> list[jax.Array]:
     return steps
 
 
-FULL = ("plain", "norm before fc", "rotary embedding by length")
+FULL = ("plain", "normed residual, own embedding", "norm before fc", "rotary embedding by length")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name in FULL else name for name in CASES])
