@@ -84,12 +84,13 @@ def position_losses(loss: DraftLoss, target_logits: jax.Array, scores: HeadScore
     log_total = jax.nn.logsumexp(target_logits, axis=-1, keepdims=True)
     part = _where_scored(target_logits, scores)
     log_p, log_q = part - log_total, jax.nn.log_softmax(scores.logits, axis=-1)
-    # Sums of exponentials, so that neither side underflows where p and q hardly meet.
-    log_alpha = jax.nn.logsumexp(jnp.minimum(log_p, log_q), axis=-1)
-    alpha = jnp.exp(log_alpha)
-    acceptance = jax.lax.stop_gradient(alpha)
+    lower = jnp.minimum(log_p, log_q)
     if loss.kind == "lk_alpha":
-        return PositionLosses(loss=-log_alpha, acceptance=acceptance)
+        # Its logarithm, so that it says where to go where p and q hardly meet, and alpha is below what float32 holds.
+        log_alpha = jax.nn.logsumexp(lower, axis=-1)
+        return PositionLosses(loss=-log_alpha, acceptance=jax.lax.stop_gradient(jnp.exp(log_alpha)))
+    alpha = jnp.exp(lower).sum(axis=-1)
+    acceptance = jax.lax.stop_gradient(alpha)
     divergence = _kl(log_p if scores.token_ids is None else jax.nn.log_softmax(part, axis=-1), log_q)
     if loss.kind == "forward_kl":
         return PositionLosses(loss=divergence, acceptance=acceptance)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.models.transformer import Transformer
+from specjax.training.row_groups import over_row_groups
 
-# Attention scores of one layer that a pass may hold; rows of the batch are processed in groups that keep to it. A row alone may exceed it.
+# Attention scores of one layer that a pass may hold.
 _MAX_SCORE_BYTES = 4 * 2**30
 
 
@@ -85,21 +86,11 @@ def whole_texts(
     model: Transformer, params: Any, tokens: jax.Array, *, feature_layers: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array | None]:
     """`hidden [B,T,D]` and `features [B,T,C*D]` of a pass over whole texts; see `target_outputs`."""
-    batch_size, num_tokens = tokens.shape
+    num_tokens = tokens.shape[1]
 
     def run(tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         cache = model.init_cache(batch_size=tokens.shape[0], capacity=num_tokens)
         output = model.apply({"params": params}, tokens, cache, feature_layers=feature_layers)
         return output.hidden, output.features
 
-    rows = _rows_a_pass(batch_size, 4 * model.config.num_heads * num_tokens**2)
-    if rows == batch_size:
-        return run(tokens)
-    groups = jax.lax.map(run, tokens.reshape(-1, rows, num_tokens))
-    return jax.tree.map(lambda x: x.reshape(batch_size, *x.shape[2:]), groups)
-
-
-def _rows_a_pass(batch_size: int, bytes_a_row: int) -> int:
-    """The largest divisor of the batch that keeps to the limit."""
-    most = max(_MAX_SCORE_BYTES // bytes_a_row, 1)
-    return next(rows for rows in range(batch_size, 0, -1) if batch_size % rows == 0 and (rows <= most or rows == 1))
+    return over_row_groups(run, (tokens,), bytes_a_row=4 * model.config.num_heads * num_tokens**2, max_bytes=_MAX_SCORE_BYTES)

@@ -19,13 +19,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from specjax.drafting.eagle3 import Eagle3
 from specjax.models.attention import Attend
 from specjax.models.layers import float32_einsum
+from specjax.training.row_groups import over_row_groups
 
 # Keys and values, each [B,T,K,H], of a layer's steps from 0 on.
 Steps = tuple[tuple[jax.Array, jax.Array], ...]
+
+# Attention scores that a step may hold. Backward there are several arrays of this size.
+_MAX_SCORE_BYTES = 2**30
+_ATTENDED = "attended"
 
 
 def training_time_test(
@@ -60,8 +66,12 @@ def training_time_test(
     embeddings = model.apply(variables, tokens, target_embedding, method="embed")
     state = model.apply(variables, features, method="fuse")
 
-    # Backward, a step's attention and elementwise work are computed again; its projections (products without batch axes) are kept.
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    # Backward, a step's elementwise work is computed again. Kept are its projections (products without batch axes) and what its attention
+    # gave, whose scores are computed again a group of rows at a time.
+    policies = jax.checkpoint_policies
+    kept_backward = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_ATTENDED))
+
+    @functools.partial(jax.checkpoint, policy=kept_backward)
     def run(
         variables: Any, embeddings: jax.Array, state: jax.Array, earlier: tuple[Steps, ...]
     ) -> tuple[jax.Array, jax.Array, tuple[Steps, ...]]:
@@ -91,7 +101,10 @@ def _attend(earlier: Steps, window: int | None) -> Attend:
         steps, step = (*earlier, (key, value)), len(earlier)
         # A later step j of the same draft stands i - j positions back.
         own_row = [pair for j, pair in enumerate(steps) if j > 0 and (window is None or step - j < window)]
-        return step_attention(query, steps[0], own_row, step=step, window=window, sinks=sinks), (key, value)
+        run = jax.checkpoint(functools.partial(step_attention, step=step, window=window, sinks=sinks))
+        bytes_a_row = 4 * query.shape[2] * query.shape[1] ** 2
+        mixed = over_row_groups(run, (query, steps[0], own_row), bytes_a_row=bytes_a_row, max_bytes=_MAX_SCORE_BYTES)
+        return checkpoint_name(mixed, _ATTENDED), (key, value)
 
     return attend
 
@@ -105,7 +118,7 @@ def step_attention(
     window: int | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Softmax attention over two kinds of keys at once. Scores are float32; `[B,N,T,T]` of them, whatever the number of steps.
+    """Softmax attention over two kinds of keys at once. Scores are float32, `[B,N,T,T]` whatever the number of steps.
 
     Args:
         query: `[B,T,N,H]`, standing at positions `t + step`.

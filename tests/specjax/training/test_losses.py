@@ -93,7 +93,7 @@ def test_distributions_that_hardly_meet_have_finite_losses_and_gradients(kind: s
     value, gradient = jax.value_and_grad(total)(draft)
     assert 200 < value < 400
     assert np.isfinite(gradient).all()
-    assert gradient[0, 0] < -0.5  # alpha is below what float32 can hold, and still it says where to go
+    assert gradient[0, 0] < -0.5  # alpha is below what float32 holds, and still it says where to go
 
 
 def test_every_position_may_have_its_own_tokens_and_steps_share_the_targets() -> None:

@@ -15,6 +15,7 @@ from specjax import RopeConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import LowRankHead
+from specjax.training import training_time_test as ttt
 from specjax.training.training_time_test import training_time_test
 from tests.helpers import FLOAT32_TOLERANCE, VOCAB_SIZE, tiny_config
 
@@ -105,9 +106,11 @@ def test_every_step_of_every_start_equals_drafting(name: str) -> None:
             np.testing.assert_allclose(found[step, :, start], expected, atol=FLOAT32_TOLERANCE, err_msg=f"start {start}, step {step}")
 
 
-def test_scores_neither_grow_with_the_steps_nor_stay_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("rows", [BATCH_SIZE, 1])
+def test_scores_neither_grow_with_the_steps_nor_stay_for_the_backward_pass(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, params = random_network({}, {})
     features, tokens, embedding = inputs()
+    monkeypatch.setattr(ttt, "_MAX_SCORE_BYTES", rows * 4 * model.config.decoder.num_heads * NUM_TOKENS**2)
 
     def loss(params: Any) -> jax.Array:
         return training_time_test(model, params, features, tokens, num_steps=4, target_embedding=embedding).sum()
@@ -123,5 +126,24 @@ def test_scores_neither_grow_with_the_steps_nor_stay_for_the_backward_pass() -> 
             found |= {tuple(variable.aval.shape) for variable in equation.outvars}
             pending += [getattr(value, "jaxpr", value) for value in equation.params.values() if hasattr(value, "eqns")]
     decoder = model.config.decoder
-    expected = (BATCH_SIZE, decoder.num_kv_heads, decoder.num_heads // decoder.num_kv_heads, NUM_TOKENS, NUM_TOKENS)
+    expected = (rows, decoder.num_kv_heads, decoder.num_heads // decoder.num_kv_heads, NUM_TOKENS, NUM_TOKENS)
     assert score_shapes(found) == {expected}
+
+
+@pytest.mark.full
+def test_groups_of_rows_give_the_gradients_of_all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, params = random_network(*CASES["two layers, windows, sinks, biases, norms of heads, fed back normed, features normed"])
+    features, tokens, embedding = inputs()
+
+    def loss(params: Any) -> jax.Array:
+        hidden = training_time_test(model, params, features, tokens, num_steps=3, target_embedding=embedding)
+        return jnp.sin(hidden).sum()
+
+    whole = jax.jit(jax.grad(loss))(params)
+    monkeypatch.setattr(ttt, "_MAX_SCORE_BYTES", 1)
+    grouped = jax.jit(jax.grad(lambda params: loss(params)))(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(whole):
+        found = grouped
+        for part in path:
+            found = found[part.key]
+        np.testing.assert_allclose(found, leaf, atol=1e-5 * np.abs(leaf).max() + 1e-6, err_msg=str(path))
