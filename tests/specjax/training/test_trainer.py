@@ -145,7 +145,7 @@ from specjax.drafting.heads import LowRankHead
 from specjax.training.tasks import Eagle3Task
 from specjax.training.train_step import DrafterTraining, data_mesh
 from tests.specjax.training.test_trainer import heads, run, texts
-from tests.training import eagle3_network
+from tests.training import eagle3_network, initial_params
 import sys
 
 if sys.argv[1] == "medusa":
