@@ -26,8 +26,8 @@ class LossPositions:
     """Which positions the loss is taken at, and how many at once.
 
     Attributes:
-        every: The loss is taken at every k-th position that counts, beginning with another one in each training step. Time is mostly
-            spent in the LM heads: 4 is several times faster, and 4 times the text of the same cost teaches more than it loses.
+        every: The loss is taken at every k-th position that counts, beginning with another one in each training step. The LM heads' part
+            of the time is divided by it.
         chunk_size: Target positions whose logits are held at once; `[I, chunk_size, V]` float32 for I steps.
 
     Raises:
