@@ -3,7 +3,8 @@
 ```
 destination/
 ├── config.json          flat, as the official ones; the fields of EAGLE-3.1 and of the low-rank head where they are used
-└── model.safetensors    midlayer.*, layers.1.* and on, fc, norm, lm_head (or lm_head.down and .up), d2t (offsets), t2d
+└── model.safetensors    midlayer.*, layers.1.* and on, fc, norm, lm_head (or lm_head.down and .up), d2t (offsets), t2d;
+                         or, where a limit is set, shards and their index
 ```
 
 Reading it again gives the same configuration and the same parameters, bit by bit.
@@ -22,6 +23,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensor
 import numpy as np
 import typer
 from flax import traverse_util
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
@@ -29,7 +31,7 @@ from specjax.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.formats.eagle3_format import OFFICIAL_FIRST_LAYER
-from specjax.checkpoints.formats.tensor_files import SINGLE
+from specjax.checkpoints.formats.tensor_files import INDEX, SINGLE
 from specjax.checkpoints.kinds import config_to_dict
 from specjax.checkpoints.manifest import read_manifest
 from specjax.checkpoints.source import check_source
@@ -41,13 +43,14 @@ from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
 _CONFIG = "config.json"
 
 
-def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bool = False) -> None:
+def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bool = False, max_shard_bytes: int | None = None) -> None:
     """Writes the drafter of a checkpoint in the official layout, whole or not at all.
 
     Args:
         checkpoint: A folder that `save_checkpoint` or `specjax convert` made, of an EAGLE-3 drafter.
         destination: The folder to create.
         force: Replace an export that exists.
+        max_shard_bytes: Of a weights file: beyond that there are several, and an index; a tensor is never cut. `None` makes one file.
 
     Raises:
         FileExistsError: The destination exists and `force` is false, or it holds the checkpoint.
@@ -62,10 +65,17 @@ def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bo
     config = read_manifest(Path(checkpoint).absolute()).config
     official_config(config, "float32")  # refuses before the weights are read
     cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    export_params(config, load_checkpoint(checkpoint, shardings=cpu).params, destination, force=force)
+    export_params(config, load_checkpoint(checkpoint, shardings=cpu).params, destination, force=force, max_shard_bytes=max_shard_bytes)
 
 
-def export_params(config: Eagle3Config, params: Mapping[str, Any], destination: str | Path, *, force: bool = False) -> None:
+def export_params(
+    config: Eagle3Config,
+    params: Mapping[str, Any],
+    destination: str | Path,
+    *,
+    force: bool = False,
+    max_shard_bytes: int | None = None,
+) -> None:
     """The same for a drafter that is in memory.
 
     Args:
@@ -73,19 +83,39 @@ def export_params(config: Eagle3Config, params: Mapping[str, Any], destination: 
         params: Its parameters, JAX or NumPy arrays, the floating-point ones of one dtype.
         destination: The folder to create.
         force: Replace an export that exists.
+        max_shard_bytes: As in `export_drafter`.
 
     Raises:
         FileExistsError: The destination exists and `force` is false.
         ValueError: Something that the official layout cannot express, by name.
     """
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     raw = official_config(config, str(params["fc"].dtype))
     with atomic_folder(destination, force=force, marker=_CONFIG) as folder:
         (folder / _CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         try:
-            save_file(official_tensors(config, params), folder / SINGLE, metadata={"format": "pt"})
+            _write_tensors(folder, official_tensors(config, params), max_shard_bytes)
         except SafetensorError as error:
             raise OSError(f"writing {destination} failed: {error}") from error
         _check_that_it_reads_back(folder, config)
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int | None) -> None:
+    if max_shard_bytes is None:
+        save_file(dict(tensors), folder / SINGLE, metadata={"format": "pt"})
+        return
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for name, members in split.filename_to_tensors.items():
+        save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def official_config(config: Any, dtype: str) -> dict[str, Any]:
@@ -252,11 +282,13 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str 
 def export_command(
     source: Annotated[Path, typer.Argument(help="A specjax checkpoint of an EAGLE-3 drafter.")],
     destination: Annotated[Path, typer.Argument(help="The folder to create.")],
+    max_shard_mib: Annotated[int | None, typer.Option(help="Of a weights file; beyond that there are several. Default: one file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a destination that exists.")] = False,
 ) -> None:
     """Writes an EAGLE-3 drafter in the official layout (safetensors and config.json), for other engines."""
     # The host's work: it must not take an accelerator's memory.
     jax.config.update("jax_platforms", "cpu")
     with one_line_errors():
-        export_drafter(source, destination, force=force)
+        limit = None if max_shard_mib is None else max_shard_mib << 20
+        export_drafter(source, destination, force=force, max_shard_bytes=limit)
     typer.echo(f"{destination}: EAGLE-3 drafter in the official layout")

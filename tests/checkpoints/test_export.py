@@ -90,6 +90,23 @@ DRAFTERS = {
 }
 
 
+def test_weights_beyond_a_limit_are_written_in_shards_that_read_the_same(tmp_path: Path) -> None:
+    config = drafter(head=LowRankHead(rank=8))
+    params = random_params(config, jnp.bfloat16)
+    limit = 16384
+    export_params(config, params, tmp_path / "out", max_shard_bytes=limit)
+    sizes = {path.name: sum(np.asarray(x).nbytes for x in load_file(path).values()) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert len(sizes) > 1
+    assert max(sizes.values()) <= limit
+    assert "model.safetensors" not in sizes
+    assert_reads_back(tmp_path / "out", config, params)
+    # All in one file: no index is needed.
+    export_params(config, params, tmp_path / "whole", max_shard_bytes=1 << 20)
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="max_shard_bytes must be at least 1, got 0"):
+        export_params(config, params, tmp_path / "none", max_shard_bytes=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*is read as boundaries")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_is_bit_equal_when_it_is_read_again(tmp_path: Path, name: str) -> None:
