@@ -85,7 +85,12 @@ def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: lis
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared"), [("eagle3", "embedding"), ("medusa", "LM head, final norm"), ("hydra", "embedding, final norm")]
+    ("kind", "shared"),
+    [
+        ("eagle3", "embedding"),
+        pytest.param("medusa", "LM head, final norm", marks=pytest.mark.full),
+        pytest.param("hydra", "embedding, final norm", marks=pytest.mark.full),
+    ],
 )
 def test_a_drafter_on_the_targets_features_gives_the_same_text_and_says_what_it_shares(
     target: Path, tmp_path: Path, kind: str, shared: str

@@ -29,6 +29,7 @@ def trained(target_path: Path, data_dir: Path, tmp_path_factory: pytest.TempPath
     return rows, folder / "out"
 
 
+@pytest.mark.full
 def test_every_evaluation_has_a_row_a_set_and_one_for_their_mean(trained: tuple[list[dict], Path]) -> None:
     rows, out = trained
     names = ("full-svd", "trimmed_40-svd-lk_lambda")
@@ -48,6 +49,7 @@ def test_every_evaluation_has_a_row_a_set_and_one_for_their_mean(trained: tuple[
     assert train_drafter.columns(mean)["set"] == "mean"
 
 
+@pytest.mark.full
 def test_heads_are_compared_with_the_full_one_and_with_what_the_model_predicts(
     trained: tuple[list[dict], Path], target_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +101,7 @@ def test_wrong_settings_of_a_training_are_refused(words: tuple[str, ...], messag
         list(train_drafter.run(parse_config(train_drafter.Config, (*paths, *words))))
 
 
+@pytest.mark.full
 def test_a_comparison_needs_a_drafter_with_the_full_head(trained: tuple[list[dict], Path], target_path: Path, data_dir: Path) -> None:
     _, out = trained
     config = head_quality.Config(target=str(target_path), data_dir=str(data_dir), sets=("first",), dtype="float32")
