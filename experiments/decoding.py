@@ -98,6 +98,18 @@ class Decoder:
         assert statistics is not None, "no prompts"
         return Decoded(tokens, seconds, statistics)
 
+    def prefill_seconds(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> float:
+        """What the same prompts take up to their first tokens, which is part of `Decoded.seconds`."""
+        seconds = 0.0
+        for index in range(0, len(prompts), self._batch):
+            times = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                self._call(prompts[index : index + self._batch], limit=1, index=index)
+                times.append(time.perf_counter() - begin)
+            seconds += float(np.median(times))
+        return seconds
+
     def _call(self, rows, *, limit, index):
         padded = np.zeros((self._batch, self._width), np.int32)
         lengths, limits = np.ones((self._batch,), np.int32), np.zeros((self._batch,), np.int32)

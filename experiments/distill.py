@@ -57,7 +57,7 @@ class Config:
     max_user_tokens: int = 128
     max_answer_tokens: int = 384
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0)
-    user_top_p: float = 0.95
+    user_top_p: float = 1.0
     vocabularies: tuple[int, ...] = (8192, 16384, 32768, 65536)
     seed: int = 1
     dtype: str = "bfloat16"

@@ -10,7 +10,10 @@ decoded with each of them and plainly, at every batch size and temperature, in o
 
 `rho_tau` is a drafter's mean acceptance length over the full head's, on the same prompts. `kappa` and `nu` are measured beforehand with the
 library's own steps (see `recommend_head`), and with rho_tau make `predicted_speedup_over_full`: SlimSpec's model, arXiv:2605.10453.
-`share_outside` is the part of the target's own greedy text that a trimmed head can never draft: no training brings that back.
+`tokens_per_s` counts from each prompt's first token on: the prefill is the same for all. A batch takes as long as its slowest row, while
+`rho_tau` is a mean over the rows: at larger batches the gain may differ from the prediction, which is that of a step.
+
+`share_outside` is the part of the target's own text that a trimmed head can never draft: no training brings that back.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Config:
         drafters: EAGLE-3 checkpoints with the same body's shape and a head of their own each; one has the full head.
         data_dir: Folder of prompt sets, `NAME.jsonl` with `turns`.
         sets: Their names.
-        prompts_per_set: Spread evenly over the set; `none` takes all.
+        prompts_per_set: Spread evenly over the set, at least as many as are decoded together; `none` takes all.
         batches: Prompts decoded together.
         temperatures: 0 decodes greedily.
         new_tokens: Limit a prompt.
@@ -102,9 +105,10 @@ def run(config: Config) -> Iterator[dict]:
     if FULL not in candidates.trained:
         raise ExperimentError(f"one of the drafters must have the full head, got {', '.join(candidates.trained)}")
     tokenizer = target.checkpoint.tokenizer()
-    texts = {name: load_prompts(config.data_dir, name, config.prompts_per_set) for name in config.sets}
-    prompts = {name: encode(tokenizer, rows, chat_template=config.chat_template) for name, rows in texts.items()}
     for batch in config.batches:
+        number = None if config.prompts_per_set is None else max(config.prompts_per_set, batch)
+        texts = {name: load_prompts(config.data_dir, name, number) for name in config.sets}
+        prompts = {name: encode(tokenizer, rows, chat_template=config.chat_template) for name, rows in texts.items()}
         for temperature in config.temperatures:
             yield from Setting.build(config, target, candidates, prompts, batch, temperature).rows(prompts)
 
@@ -168,8 +172,11 @@ class Setting:
             )
 
         names = [PLAIN, *candidates.trained]
+        # The products that programs share are tuned once, for all alike, when one with all of them is compiled first.
+        decoders = {FULL: decoder(FULL)}
+        others = [name for name in names if name != FULL]
         with ThreadPoolExecutor(config.compile_threads) as pool:
-            decoders = dict(zip(names, pool.map(decoder, names), strict=True))
+            decoders |= dict(zip(others, pool.map(decoder, others), strict=True))
         middle = Middle(
             batch=batch,
             context=config.context,
@@ -194,7 +201,7 @@ class Setting:
         """Decodes every set with every drafter."""
         by_drafter: dict[str, list[dict]] = {name: [] for name in self.candidates.trained}
         for dataset, tokens in prompts.items():
-            decoded = {name: decoder(tokens, repeats=self.config.repeats) for name, decoder in self.decoders.items()}
+            decoded = {name: self.decode(decoder, tokens) for name, decoder in self.decoders.items()}
             full = decoded[FULL]
             for name in self.candidates.trained:
                 row = self.row(name, dataset, len(tokens), decoded[name], full, decoded[PLAIN])
@@ -202,6 +209,14 @@ class Setting:
                 yield row
         for name, rows in by_drafter.items():
             yield self.mean_row(name, rows, by_drafter[FULL])
+
+    def decode(self, decoder: Decoder, prompts: list[list[int]]) -> Decoded:
+        """The prompts' texts; the time is that behind the first token of each."""
+        decoded = decoder(prompts, repeats=self.config.repeats)
+        prefill_seconds = decoder.prefill_seconds(prompts, repeats=self.config.repeats)
+        if prefill_seconds >= decoded.seconds:
+            raise ExperimentError(f"{decoded.num_tokens} tokens took no longer than the prefill: decode more with new_tokens")
+        return dataclasses.replace(decoded, seconds=decoded.seconds - prefill_seconds)
 
     def row(self, name: str, dataset: str, num_prompts: int, ours: Decoded, full: Decoded, plain: Decoded) -> dict:
         """What a set says of one drafter."""
@@ -229,12 +244,16 @@ class Setting:
             "mean_acceptance_length": counts["mean_acceptance_length"],
             "acceptance_rate_per_position": counts["acceptance_rate_per_position"],
             "share_outside": outside,
-            "tokens_per_s": ours.tokens_per_s,
-            "tokens_per_s_autoregressive": plain.tokens_per_s,
+            "tokens_per_s": self._rate(ours, num_prompts),
+            "tokens_per_s_autoregressive": self._rate(plain, num_prompts),
             **self._ratios(name, counts["mean_acceptance_length"] / full_length),
-            "speedup_over_full": ours.tokens_per_s / full.tokens_per_s,
-            "speedup_over_autoregressive": ours.tokens_per_s / plain.tokens_per_s,
+            "speedup_over_full": self._rate(ours, num_prompts) / self._rate(full, num_prompts),
+            "speedup_over_autoregressive": self._rate(ours, num_prompts) / self._rate(plain, num_prompts),
         }
+
+    def _rate(self, decoded: Decoded, num_prompts: int) -> float:
+        """Tokens a second behind the first of each prompt."""
+        return (decoded.num_tokens - num_prompts) / decoded.seconds
 
     def mean_row(self, name: str, rows: list[dict], full_rows: list[dict]) -> dict:
         """The unweighted mean over the sets; ratios are those of the means."""

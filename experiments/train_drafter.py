@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,14 +30,14 @@ from experiments.acceptance import end_of_text
 from experiments.decoding import Decoder
 from experiments.draft_heads import describe
 from experiments.experiment import ExperimentError, local_field, path_field
-from experiments.models import Model, load_model
+from experiments.models import Model, converted, stored_as
 from experiments.prompts import encode, load_prompts
 from specjax import GenerateConfig
 from specjax.capacity import bucket
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint
 from specjax.checkpoints.training_run import TrainingCheckpoints
-from specjax.commands.prepare_training import PreparedTraining, prepare_training
+from specjax.commands.prepare_training import PreparedTraining, outcome, prepare_training
 from specjax.commands.train_drafters import REPORTS, STATE_FOLDER
 from specjax.training.distillation import LossPositions
 from specjax.training.losses import DraftLoss
@@ -147,11 +148,13 @@ def run(config: Config) -> Iterator[dict]:
     assert config.out is not None
     try:
         settings = config.settings()
-        target = load_model(config.target, dtype=config.dtype, implementation=config.implementation, cache_dir=config.cache_dir)
-        prepared = prepare_training(config.target, config.data, settings, dtype=jnp.dtype(config.dtype))
+        path = converted(Path(config.target).expanduser(), dtype=config.dtype, cache_dir=config.cache_dir)
+        prepared = prepare_training(path, config.data, settings, dtype=jnp.dtype(config.dtype))
     except ValueError as error:
         raise ExperimentError(str(error)) from error
-    out = Path(config.out).expanduser()
+    checkpoint, out = prepared.target, Path(config.out).expanduser()
+    model = checkpoint.model.clone(attention_implementation=config.implementation)
+    target = Model(prepared.target_name, model, checkpoint.params, stored_as(checkpoint.metadata, config.dtype), checkpoint, path)
     rows: queue.Queue[dict | None] = queue.Queue()
     evaluator = Evaluator(config, target, prepared)
     checkpoints = _Evaluating(TrainingCheckpoints(out / STATE_FOLDER), evaluator, rows)
@@ -159,16 +162,11 @@ def run(config: Config) -> Iterator[dict]:
     def work() -> None:
         # In a thread of its own, so that rows are recorded while the training goes on.
         try:
-            reports: dict[str, Report] = checkpoints.reports
-            result = prepared.run(
-                checkpoints=checkpoints,
-                report_path=out / REPORTS,
-                show_progress=True,
-                on_report=lambda report: reports.update({report.drafter: report}),
-            )
+            result = prepared.run(checkpoints=checkpoints, report_path=out / REPORTS, show_progress=True)
             for name, params in result.params.items():
-                record = {"loss_tokens": reports[name].loss_tokens, "evaluation": checkpoints.means.get(name)}
+                record = outcome(result.reports[name], None) | {"evaluation": checkpoints.means[name]}
                 prepared.save(name, out / name, params, record, force=True)
+            shutil.rmtree(out / STATE_FOLDER)
         finally:
             rows.put(None)
 
@@ -185,7 +183,7 @@ class Evaluator:
     def __init__(self, config: Config, target: Model, prepared: PreparedTraining) -> None:
         """Reads the prompts."""
         assert target.checkpoint is not None
-        self._config, self._target, self._prepared = config, target, prepared
+        self._config, self._target, self.prepared = config, target, prepared
         tokenizer = target.checkpoint.tokenizer()
         texts = {name: load_prompts(config.data_dir, name, config.prompts_per_set) for name in config.sets}
         self._prompts = {name: encode(tokenizer, rows, chat_template=config.chat_template) for name, rows in texts.items()}
@@ -202,7 +200,7 @@ class Evaluator:
         batch = max(len(rows) for rows in self._prompts.values())
 
         def decoder(name: str) -> Decoder:
-            network = self._prepared.networks[name]
+            network = self.prepared.networks[name]
             dtype = jnp.dtype(config.dtype)
             leaves = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params[name])
             draft = Checkpoint(network.clone(param_dtype=dtype), jax.device_put(leaves, jax.devices()[0]), {}, None)
@@ -232,12 +230,12 @@ class Evaluator:
 
     def _row(self, name: str, report: Report) -> dict:
         config = self._config
-        variant = next(variant for variant in self._prepared.settings.variants if variant.name == name)
+        variant = next(variant for variant in self.prepared.settings.variants if variant.name == name)
         return {
             "target": self._target.name,
             "drafter": config.drafter,
             "variant": name,
-            **describe(self._prepared.networks[name].config.head, self._target.model.config.vocab_size),
+            **describe(self.prepared.networks[name].config.head, self._target.model.config.vocab_size),
             "init": variant.init,
             "loss": variant.loss.kind,
             "weights": self._target.weights,
@@ -259,20 +257,25 @@ class _Evaluating:
 
     def __init__(self, inner: TrainingCheckpoints, evaluator: Evaluator, rows: queue.Queue) -> None:
         self._inner, self._evaluator, self._rows = inner, evaluator, rows
-        self.reports: dict[str, Report] = {}
         self.means: dict[str, dict] = {}
 
     def restore(self, states: Mapping[str, Any], description: Mapping[str, Any]) -> Any:
-        return self._inner.restore(states, description)
+        restored = self._inner.restore(states, description)
+        if restored is not None:
+            self._evaluate(*restored)  # it may be what was interrupted
+        return restored
 
     def save(self, states: Mapping[str, Any], progress: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         self._inner.save(states, progress, description)
-        prepared = self._evaluator._prepared
-        params = {}
+        self._evaluate(states, progress)
+
+    def _evaluate(self, states: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+        prepared, params = self._evaluator.prepared, {}
         for name, training in prepared.drafters.items():
             _, fixed = split_params(prepared.params[name], training.task.is_trained)
             params[name] = merge_params(states[name].trained, fixed)
-        for row in self._evaluator(params, self.reports):
+        reports = {name: Report.from_json(values) for name, values in progress["reports"].items()}
+        for row in self._evaluator(params, reports):
             self._rows.put(row)
             if row["dataset"] == "mean":
                 self.means[row["variant"]] = row

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, load_checkpoint, save_checkpoint
-from specjax.commands.token_data import tokenizer_and_ends
+from specjax.commands.token_data import origin, tokenizer_and_ends
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import DraftHead, TrimmedHead
@@ -21,7 +21,9 @@ from specjax.drafting.heads.from_full_head import frequent_tokens
 from specjax.drafting.heads.named_head import named_head
 from specjax.drafting.medusa import Medusa
 from specjax.training.data import DataConfig, TokenBatches
+from specjax.training.evaluate import Evaluation
 from specjax.training.hidden_covariance import hidden_covariance
+from specjax.training.metrics import Report
 from specjax.training.new_drafters import HeadStart, initial_params, new_eagle3, new_hydra, new_medusa
 from specjax.training.settings import TrainSettings
 from specjax.training.target_batch import TargetArrays
@@ -46,6 +48,7 @@ class PreparedTraining:
         settings: What to train.
         target: Checkpoint of the target.
         target_name: What it is called.
+        target_identity: What tells its weights from others.
         files: What to train on.
         batches: From them.
         num_steps: Of the run.
@@ -57,6 +60,7 @@ class PreparedTraining:
     settings: TrainSettings
     target: Checkpoint
     target_name: str
+    target_identity: str
     files: TokenFiles
     batches: TokenBatches
     num_steps: int
@@ -69,7 +73,8 @@ class PreparedTraining:
         config = TrainConfig(
             num_steps=self.num_steps, report_every=self.settings.report_every, checkpoint_every=self.settings.checkpoint_every
         )
-        return train(config, self.target.model, self.target.params, self.drafters, self.params, self.batches, **options)
+        target, identity = self.target, self.target_identity
+        return train(config, target.model, target.params, self.drafters, self.params, self.batches, target_identity=identity, **options)
 
     def save(self, name: str, path: Path, params: Any, record: Mapping[str, Any], *, force: bool) -> None:
         """Saves a drafter as a checkpoint that remembers its training, parameters in the compute dtype.
@@ -136,6 +141,7 @@ def prepare_training(target: str | Path, data: str | Path, settings: TrainSettin
     return PreparedTraining(
         settings=settings,
         target=checkpoint,
+        target_identity=origin(target, checkpoint)["target_digest"],
         target_name=(checkpoint.metadata.get("source") or Path(target).resolve().name).removesuffix(".gguf"),
         files=files,
         batches=batches,
@@ -175,3 +181,12 @@ def _task(network: Any, settings: TrainSettings) -> TrainingTask:
     if isinstance(network, Eagle3):
         return Eagle3Task(network, num_steps=settings.chain)
     return MedusaTask(network) if isinstance(network, Medusa) else HydraTask(network)
+
+
+def outcome(report: Report, evaluation: Evaluation | None) -> dict[str, Any]:
+    """What a checkpoint remembers of how its training went, JSON values."""
+    kept = ("loss", "acceptance", "acceptance_length", "positions", "loss_tokens")
+    record = {"last_report": {name: getattr(report, name) for name in kept}}
+    if evaluation is not None:
+        record["held_out"] = dataclasses.asdict(evaluation) | {"acceptance_length": evaluation.acceptance_length}
+    return record

@@ -78,9 +78,5 @@ def train_command(
 
 
 def _summary(trained: TrainedDrafter) -> str:
-    parts = []
-    if trained.report is not None:
-        parts.append(f"expected acceptance length {trained.report.acceptance_length:.2f} at the end of the training")
-    if trained.evaluation is not None:
-        parts.append(f"{trained.evaluation.acceptance_length:.2f} on the held-out data")
-    return ", ".join(parts) or "the run had ended before"
+    text = f"expected acceptance length {trained.report.acceptance_length:.2f} at the end of the training"
+    return text if trained.evaluation is None else f"{text}, {trained.evaluation.acceptance_length:.2f} on the held-out data"

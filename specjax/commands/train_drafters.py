@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from specjax.atomic import check_destination, check_keeps
 from specjax.checkpoints.manifest import MANIFEST
+from specjax.checkpoints.store import abstract_checkpoint
 from specjax.checkpoints.training_run import TrainingCheckpoints
-from specjax.commands.prepare_training import data_config, open_token_files, prepare_training
+from specjax.commands.prepare_training import data_config, open_token_files, outcome, prepare_training
 from specjax.training.data import TokenBatches
 from specjax.training.evaluate import Evaluation, evaluate
 from specjax.training.metrics import Report
@@ -26,12 +29,12 @@ class TrainedDrafter:
 
     Attributes:
         path: Its checkpoint.
-        report: The last one; `None` if an interrupted run had nothing left to do.
+        report: The last one.
         evaluation: On held-out data, if there was any.
     """
 
     path: Path
-    report: Report | None
+    report: Report
     evaluation: Evaluation | None
 
 
@@ -79,16 +82,14 @@ def train_drafters(
         OSError: A finished drafter exists, or the destination cannot be written.
     """
     destination = Path(destination)
+    state = destination / STATE_FOLDER
     paths = {variant.name: destination / variant.name for variant in settings.variants}
     for path in paths.values():
-        check_destination(path, force=force, marker=MANIFEST)
+        # Where there is a state, a drafter may be one of the very run that it is of, which was interrupted while it saved them.
+        check_destination(path, force=force or state.exists(), marker=MANIFEST)
     check_keeps(destination, target, data, *([] if held_out is None else [held_out]))
+    held_out_batches = None if held_out is None else _held_out(held_out, target, settings)
     prepared = prepare_training(target, data, settings, dtype=dtype)
-    held_out_batches = None
-    if held_out is not None:
-        once = dataclasses.replace(data_config(settings), shuffle=False, num_epochs=1)
-        held_out_batches = TokenBatches(open_token_files(held_out, prepared.target.tokenizer()), once)
-    state = destination / STATE_FOLDER
     result = prepared.run(
         checkpoints=TrainingCheckpoints(state, force=force),
         report_path=destination / REPORTS,
@@ -101,18 +102,16 @@ def train_drafters(
         evaluations = evaluate(target_model, target_params, prepared.drafters, result.params, held_out_batches)
     trained = {}
     for name, path in paths.items():
-        report, evaluation = result.reports.get(name), evaluations.get(name)
-        prepared.save(name, path, result.params[name], _outcome(report, evaluation), force=force)
+        report, evaluation = result.reports[name], evaluations.get(name)
+        prepared.save(name, path, result.params[name], outcome(report, evaluation), force=True)  # it was checked above
         trained[name] = TrainedDrafter(path, report, evaluation)
     shutil.rmtree(state)
     return trained
 
 
-def _outcome(report: Report | None, evaluation: Evaluation | None) -> dict[str, Any]:
-    outcome = {}
-    if report is not None:
-        kept = ("loss", "acceptance", "acceptance_length", "positions", "loss_tokens")
-        outcome["last_report"] = {name: getattr(report, name) for name in kept}
-    if evaluation is not None:
-        outcome["held_out"] = dataclasses.asdict(evaluation) | {"acceptance_length": evaluation.acceptance_length}
-    return outcome
+def _held_out(path: str | Path, target: str | Path, settings: TrainSettings) -> TokenBatches:
+    """Every row once, in batches that the devices can share; what is left over behind the last one is left out."""
+    files, devices = open_token_files(path, abstract_checkpoint(target).tokenizer()), jax.device_count()
+    once = dataclasses.replace(data_config(settings), batch_size=devices, shuffle=False, num_epochs=1)
+    batch_size = min(settings.batch_size, TokenBatches(files, once).num_rows // devices * devices)
+    return TokenBatches(files, dataclasses.replace(once, batch_size=batch_size))

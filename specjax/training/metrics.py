@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Report:
         learning_rate: Of the last step.
         positions: Token positions processed since the run began, padding included.
         loss_tokens: Those of them where the loss counts (and of which `LossPositions.every` takes a part).
-        positions_per_s: Since the last report, all drafters together.
+        positions_per_s: Since the last report, all drafters together; without what compiling and saving took.
     """
 
     step: int
@@ -53,6 +53,12 @@ class Report:
     def to_json(self) -> str:
         """One line."""
         return json.dumps({**dataclasses.asdict(self), "acceptance_length": self.acceptance_length})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Report:
+        """A report from its fields as JSON values."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**fields)
 
 
 def acceptance_length(acceptance: Sequence[float]) -> float:
@@ -90,18 +96,20 @@ def require_finite(report: Report) -> None:
 
 
 class ReportFile:
-    """Lines of JSON, one for each report. A run that goes on from step n keeps those up to n.
+    """Lines of JSON, one for each report. A run that goes on from step n keeps those up to n, and those of other drafters.
 
     Args:
         path: The file.
         step: Training steps done already.
+        drafters: Names of the run's drafters.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, drafters: Collection[str]) -> None:
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         # The last line of a run that was killed may be half of one.
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        kept = [line for line, report in whole if report["step"] <= step or report["drafter"] not in drafters]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(kept), encoding="utf-8")
 

@@ -163,11 +163,11 @@ def initial_params(model: Eagle3 | Medusa | Hydra, start: HeadStart, rng: jax.Ar
     """
     body_rng, head_rng = jax.random.split(rng)
     params = dict(model.init_params(body_rng))
+    if isinstance(model, Eagle3) and start.norm_scale is not None and start.init != "random":
+        params["final_norm"] = {"scale": jnp.asarray(start.norm_scale, jnp.float32)}
     head_params = start.params(model.config.head, head_rng)
     if not head_params:
         return params
     if isinstance(model, Eagle3):
-        if start.norm_scale is not None and start.init != "random":
-            params["final_norm"] = {"scale": jnp.asarray(start.norm_scale, jnp.float32)}
         return params | {DRAFT_HEAD: head_params}
     return {name: dict(part) | {DRAFT_HEAD: head_params} for name, part in params.items()}

@@ -109,7 +109,7 @@ class TrainResult:
 
     Attributes:
         params: Of each drafter all params as its task takes them, the trained ones in float32.
-        reports: The last one of each drafter; empty if nothing was left to do.
+        reports: The last one of each drafter.
     """
 
     params: dict[str, Any]
@@ -129,6 +129,7 @@ def train(
     report_path: Path | None = None,
     show_progress: bool = False,
     on_report: Callable[[Report], None] | None = None,
+    target_identity: Any = None,
 ) -> TrainResult:
     """Trains drafters to predict what the target does.
 
@@ -147,6 +148,7 @@ def train(
         report_path: A file for one line of JSON a report.
         show_progress: Draw a bar on standard error.
         on_report: Called with every report.
+        target_identity: A JSON value that tells the target's weights from others of the same shape: a run does not go on with those.
 
     Returns:
         The params, and the last reports.
@@ -174,13 +176,15 @@ def train(
     check_drafters(drafters, params, target.config)
     parts = {name: split_params(params[name], training.task.is_trained) for name, training in drafters.items()}
     description = {"run": {"num_steps": config.num_steps}, "target": describe(target.config), "drafters": describe(drafters)}
+    description["target_identity"] = target_identity
     description["texts"] = texts.get_state().get("fingerprint")
-    states, progress = None, {"step": 0, "positions": 0, "loss_tokens": 0}
+    states, progress, reports = None, {"step": 0, "positions": 0, "loss_tokens": 0}, {}
     if checkpoints is not None:
         restored = checkpoints.restore(_state_shapes(drafters, parts, config.num_steps, mesh), description)
         if restored is not None:
             states, progress = restored
             texts.set_state(progress["texts"])
+            reports = {name: Report.from_json(values) for name, values in progress["reports"].items()}
     if states is None:
         states = {name: _first_state(training, parts[name][0], config.num_steps, mesh) for name, training in drafters.items()}
     target_params = jax.device_put(target_params, replicated(mesh))
@@ -188,8 +192,9 @@ def train(
     arrays = TargetArrays.of(target.config, target_params)
     feature_layers = tuple(sorted({layer for training in drafters.values() for layer in training.task.feature_layers}))
 
-    window, reports = _Window(**{name: progress[name] for name in ("step", "positions", "loss_tokens")}), {}
-    file = None if report_path is None else ReportFile(report_path, window.step)
+    window = _Window(**{name: progress[name] for name in ("step", "positions", "loss_tokens")})
+    first_step = window.step + 1
+    file = None if report_path is None else ReportFile(report_path, window.step, drafters)
     with ProgressBar(config.num_steps, window.step, shown=show_progress) as bar:
         while window.step < config.num_steps:
             batch = _next_batch(texts, window.step, config.num_steps)
@@ -200,6 +205,10 @@ def train(
                 static: dict[str, Any] = dict(training=training, num_steps=config.num_steps, mesh=mesh)
                 states[name], metrics[name] = train_step(states[name], fixed[name], arrays, outputs, **static)
             window.add(batch, metrics)
+            if window.step == first_step:
+                # Compiling is not training.
+                jax.block_until_ready(metrics)
+                window.restart_clock()
             last = window.step == config.num_steps
             checkpoint_due = checkpoints is not None and (last or window.step % config.checkpoint_every == 0)
             if last or checkpoint_due or window.step % config.report_every == 0:
@@ -212,7 +221,9 @@ def train(
                         on_report(report)
                 bar.show(window.step, reports)
             if checkpoints is not None and checkpoint_due:
-                checkpoints.save(states, {**window.totals, "texts": texts.get_state()}, description)
+                kept = {name: dataclasses.asdict(report) for name, report in reports.items()}
+                checkpoints.save(states, {**window.totals, "texts": texts.get_state(), "reports": kept}, description)
+                window.restart_clock()
     return TrainResult(params={name: merge_params(states[name].trained, fixed[name]) for name in drafters}, reports=reports)
 
 
@@ -279,6 +290,10 @@ class _Window:
         self._loss_tokens += int(np.asarray(batch.loss_mask).sum())
         for name, one in metrics.items():
             self._metrics.setdefault(name, []).append(one)
+
+    def restart_clock(self) -> None:
+        """What was done since the last report does not count for positions a second."""
+        self._began, self._before = time.perf_counter(), self._positions
 
     def close(self) -> dict[str, Report]:
         """The reports of all drafters; waits for the devices."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from specjax import GenerateConfig, generate, speculative_generate
 from specjax.checkpoints.pairing import drafter_for_target
-from specjax.checkpoints.store import load_checkpoint
+from specjax.checkpoints.store import load_checkpoint, save_checkpoint
+from specjax.commands import prepare_training
 from specjax.commands.main import app
 from specjax.drafting.heads import LowRankHead, TrimmedHead
 from specjax.training.token_files import TokenFiles
@@ -79,6 +82,38 @@ def test_heads_on_the_last_hidden_state_are_trained_too(drafter: str, target: Pa
     checkpoint = load_checkpoint(tmp_path / "out" / "low_rank_4-svd")
     assert checkpoint.model.config.num_draft_heads == 2
     assert checkpoint.params["head_1"]["draft_head"]["down"].dtype == jnp.float32
+
+
+@pytest.mark.full
+def test_a_run_interrupted_while_it_saves_its_drafters_is_finished_by_the_same_call(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (target, data, tmp_path / "out", *SMALL, "--head", "low_rank:4", "--head", "low_rank:8", "--init", "svd")
+    saved = []
+
+    def failing(path: Path, *arguments: Any, **options: Any) -> None:
+        if saved:
+            raise OSError("no space left on device")
+        save_checkpoint(path, *arguments, **options)
+        saved.append(path.name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_training, "save_checkpoint", failing)
+        interrupted = run(*words)
+    assert interrupted.exit_code == 1
+    assert "no space left on device" in interrupted.stderr
+    first = load_checkpoint(tmp_path / "out" / saved[0])
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["low_rank_4-svd", "low_rank_8-svd", "reports.jsonl"]
+    again = load_checkpoint(tmp_path / "out" / saved[0])
+    jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
+    assert first.metadata == again.metadata
+    assert again.metadata["training"]["last_report"]["loss_tokens"] > 0
+    # Another run in the same folder leaves the reports of this one.
+    assert run(target, data, tmp_path / "out", *SMALL, "--head", "low_rank:2", "--init", "svd").exit_code == 0
+    reports = [json.loads(line)["drafter"] for line in (tmp_path / "out" / "reports.jsonl").read_text().splitlines()]
+    assert set(reports) == {"low_rank_4-svd", "low_rank_8-svd", "low_rank_2-svd"}
 
 
 def test_wrong_calls_end_with_one_line_that_says_what_was_expected(target: Path, data: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_every_evaluation_has_a_row_a_set_and_one_for_their_mean(trained: tuple[
     first, second, mean = rows[:3]
     assert mean["mean_acceptance_length"] == pytest.approx((first["mean_acceptance_length"] + second["mean_acceptance_length"]) / 2)
     assert (rows[3]["head"], rows[3]["rows"], rows[3]["loss"], rows[3]["init"]) == ("trimmed", 40, "lk_lambda", "svd")
+    assert sorted(path.name for path in out.iterdir()) == sorted([*names, "reports.jsonl"])
     record = load_checkpoint(out / "full-svd").metadata["training"]
     assert record["evaluation"]["mean_acceptance_length"] == rows[8]["mean_acceptance_length"]
     assert "mean acceptance length" in train_drafter.show(mean)
@@ -64,6 +65,8 @@ def test_heads_are_compared_with_the_full_one_and_with_what_the_model_predicts(
         return LoopTiming(ms_per_step=(ms_per_step,), raw_short_ms=(0.0,), raw_long_ms=(ms_per_step,), compile_s=0.0, temp_bytes=None)
 
     monkeypatch.setattr(step_costs, "time_loops", timed)
+    # Nor can a prefill of a few tokens be told from the decoding of as few.
+    monkeypatch.setattr(head_quality.Decoder, "prefill_seconds", lambda self, prompts, **options: 0.0)
     _, out = trained
     paths = (f"target={target_path}", f"drafters={out / 'full-svd'},{out / 'trimmed_40-svd-lk_lambda'}", f"data_dir={data_dir}")
     words = ("sets=first", "batches=2", "temperatures=0", "new_tokens=8", "context=64", "short_steps=1", "long_steps=2", "loop_repeats=1")
@@ -77,6 +80,7 @@ def test_heads_are_compared_with_the_full_one_and_with_what_the_model_predicts(
         assert row["predicted_speedup_over_full"] == expected
         assert row["speedup_over_autoregressive"] == pytest.approx(row["tokens_per_s"] / row["tokens_per_s_autoregressive"])
         assert (row["loss"], row["init"]) == (("forward_kl", "svd") if row["head"] == "full" else ("lk_lambda", "svd"))
+        assert row["train_tokens"] == 4 * 4 * 9
         assert (row["share_outside"] is None) == (row["head"] == "full")
         assert "over full" in head_quality.show(row)
     full, trimmed = rows[:2]
@@ -109,3 +113,28 @@ def test_a_comparison_needs_a_drafter_with_the_full_head(trained: tuple[list[dic
         list(head_quality.run(config))
     with pytest.raises(ExperimentError, match="one of the drafters must have the full head, got trimmed, 40 rows"):
         list(head_quality.run(dataclasses.replace(config, drafters=(str(out / "trimmed_40-svd-lk_lambda"),))))
+
+
+@pytest.mark.full
+def test_a_training_interrupted_in_its_last_evaluation_is_finished_by_the_same_call(
+    target_path: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_token_files(tmp_path / "tokens", target_path)
+    paths = (f"target={target_path}", f"data={data}", f"out={tmp_path / 'out'}", f"data_dir={data_dir}")
+    words = (*paths, "variants=low_rank:4@svd", "sets=first", *SMALL, *DECODING)
+    evaluate, calls = train_drafter.Evaluator.__call__, []
+
+    def failing(self, params, reports):
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return evaluate(self, params, reports)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_drafter.Evaluator, "__call__", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            list(train_drafter.run(parse_config(train_drafter.Config, words)))
+    rows = list(train_drafter.run(parse_config(train_drafter.Config, words)))
+    assert [(row["step"], row["dataset"]) for row in rows] == [(4, "first"), (4, "mean")]
+    record = load_checkpoint(tmp_path / "out" / "low_rank_4-svd").metadata["training"]
+    assert record["evaluation"]["step"] == record["last_report"]["positions"] // (4 * 12) == 4
