@@ -104,6 +104,7 @@ def test_no_cache_is_copied_with_windows_sinks_and_experts(batch_size):
     assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose")
 
 
+@pytest.mark.full
 def test_a_32k_prompt_of_a_1_5b_model_fits_24_gb():
     """Compiled, not run: XLA's own account of arguments, output and scratch memory."""
 

@@ -49,13 +49,11 @@ def test_the_gradient_of_several_passes_over_a_cache_is_that_of_one_pass() -> No
     np.testing.assert_allclose(forward, sum(products), atol=100 * TOLERANCE * max(map(abs, products)))
 
 
-MORE = [
-    pytest.param(changes, marks=pytest.mark.full)
-    for changes in (dict(head=TrimmedHead(num_tokens=40)), dict(norm_output=True, fc_norm=True))
-]
+CHANGES = (dict(head=LowRankHead(rank=4)), dict(head=TrimmedHead(num_tokens=40)), dict(norm_output=True, fc_norm=True))
 
 
-@pytest.mark.parametrize("changes", [dict(head=LowRankHead(rank=4)), *MORE])
+@pytest.mark.full
+@pytest.mark.parametrize("changes", CHANGES)
 def test_every_parameter_of_an_eagle3_drafter_has_a_gradient_through_a_recursive_step(changes: dict) -> None:
     config = Eagle3Config(**(dict(decoder=tiny_config(num_layers=2), target_hidden_size=32) | changes))
     drafter = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)
