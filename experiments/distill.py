@@ -3,7 +3,7 @@
 Command: python -m experiments.run distill target=TARGET out=FOLDER num_tokens=10000000 --record
 Hardware: one H200 or several
 Time: 2 minutes on an H200 for five million tokens and a target of 135M parameters
-Result: see "Training" in the README, made from results/distill.json
+Result: none on record yet
 
 Dialogues are sampled from the target itself, the user's turns too, as `specjax distill` does. `tokens_per_s` counts what the target wrote,
 dropped dialogues included, without the first batch, which compiles. `share_outside` has, for each size of a trimmed vocabulary, the part of

@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run head_latency --record
 Hardware: one H200 (any device works; `models=tiny heads=low_rank:8 batches=1` on a CPU)
-Time: 100 seconds on an H200
-Result: see "Draft heads" in the README, made from results/head_latency.json
+Time: not measured on a GPU yet
+Result: none on record yet
 
 A head's time is what it adds to a chain of drafts: EAGLE-3 proposes G tokens and commits one, as in the library's own step, with the head
 and with the token given; the difference over G is the head's (the scores, and picking a token from them). nu is that over the full head's,

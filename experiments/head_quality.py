@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run head_quality target=TARGET drafters=FULL,LOW_RANK,TRIMMED,SCREENED data_dir=PROMPTS --record
 Hardware: one H200 for a 1.5B target in bfloat16
-Time: 5 minutes on an H200, most of it compilation
-Result: see "Draft heads" in the README, made from results/head_quality.json
+Time: not measured on a GPU yet; most of it is compilation
+Result: none on record yet
 
 The drafters are checkpoints of `specjax train`: one body's shape, trained alike, one of them with the full head. Every prompt set is
 decoded with each of them and plainly, at every batch size and temperature, in one process.

@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run train_drafter target=TARGET data=TOKENS out=FOLDER data_dir=PROMPTS --record
 Hardware: one H200 or several
-Time: 10 minutes on an H200 for 100 million tokens and a target of 135M parameters
-Result: see "Training" in the README, made from results/train_drafter*.json
+Time: not measured over a whole run yet
+Result: none on record yet
 
 Drafters are trained side by side on one stream of the target's features. At every evaluation each of them drafts for the target on real
 prompts, greedily, through `speculative_generate`: `mean_acceptance_length` is what it delivers, the bonus included. What the training

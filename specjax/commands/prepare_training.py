@@ -33,7 +33,7 @@ from specjax.training.tasks.medusa_task import MedusaTask
 from specjax.training.tasks.task import TrainingTask
 from specjax.training.token_counts import count_tokens
 from specjax.training.token_files import TokenFiles, tokenizer_fingerprint
-from specjax.training.train_step import DrafterTraining
+from specjax.training.train_step import DrafterTraining, union_of_feature_layers
 from specjax.training.trainer import TrainConfig, TrainResult, train
 
 # Batches from which the covariance of the target's hidden states is taken.
@@ -127,7 +127,8 @@ def prepare_training(target: str | Path, data: str | Path, settings: TrainSettin
     covariance = None
     if any(variant.init == "weighted_svd" for variant in settings.variants):
         some = itertools.islice(TokenBatches(files, config_of_data), _COVARIANCE_BATCHES)
-        covariance = hidden_covariance(checkpoint.model, checkpoint.params, some)
+        layers = union_of_feature_layers(drafters)
+        covariance = hidden_covariance(checkpoint.model, checkpoint.params, some, feature_layers=layers)
     trimmed = {head.num_tokens for head in heads.values() if isinstance(head, TrimmedHead)}
     counts = count_tokens(files, config.vocab_size) if trimmed else None
     always = sorted({*ends, *tokenizer.all_special_ids})

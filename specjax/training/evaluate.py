@@ -14,7 +14,15 @@ from specjax.models.transformer import Transformer
 from specjax.training.metrics import acceptance_length
 from specjax.training.partition import split_params
 from specjax.training.target_batch import TargetArrays
-from specjax.training.train_step import DrafterTraining, data_mesh, evaluation_step, place_batch, replicated, target_step
+from specjax.training.train_step import (
+    DrafterTraining,
+    data_mesh,
+    evaluation_step,
+    place_batch,
+    replicated,
+    target_step,
+    union_of_feature_layers,
+)
 from specjax.training.trainer import check_drafters
 
 
@@ -65,7 +73,7 @@ def evaluate(
     target_params = jax.device_put(target_params, replicated(mesh))
     parts = {name: jax.device_put(split_params(params[name], one.task.is_trained), replicated(mesh)) for name, one in drafters.items()}
     arrays = TargetArrays.of(target.config, target_params)
-    feature_layers = tuple(sorted({layer for training in drafters.values() for layer in training.task.feature_layers}))
+    feature_layers = union_of_feature_layers(drafters)
     sums: dict[str, Any] = {}
     for batch in batches:
         rows = [place_batch(mesh, part) for part in (batch.tokens, batch.loss_mask)]

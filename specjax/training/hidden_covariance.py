@@ -14,13 +14,16 @@ from specjax.models.transformer import Transformer
 from specjax.training.train_step import data_mesh, place_batch, replicated, target_step
 
 
-def hidden_covariance(target: Transformer, params: Any, batches: Iterable[Any], *, mesh: Mesh | None = None) -> np.ndarray:
+def hidden_covariance(
+    target: Transformer, params: Any, batches: Iterable[Any], *, feature_layers: tuple[int, ...] = (), mesh: Mesh | None = None
+) -> np.ndarray:
     """The mean of `h h^T` over the positions whose prediction counts; h is what the LM head reads. Not centred.
 
     Args:
         target: The target.
         params: Its params.
         batches: With `tokens` and `loss_mask`, `[B,T]` of one shape; at least one.
+        feature_layers: Those of the training that follows: then both run one compiled program.
         mesh: From `data_mesh`; `None` is all devices.
 
     Returns:
@@ -34,7 +37,7 @@ def hidden_covariance(target: Transformer, params: Any, batches: Iterable[Any], 
     total, count = np.zeros((target.config.hidden_size,) * 2), 0.0
     for batch in batches:
         rows = [place_batch(mesh, part) for part in (batch.tokens, batch.loss_mask)]
-        outputs = target_step(params, *rows, target=target, feature_layers=(), mesh=mesh)
+        outputs = target_step(params, *rows, target=target, feature_layers=feature_layers, mesh=mesh)
         moments, positions = _moments(outputs.hidden, outputs.loss_mask)
         total += np.asarray(moments, np.float64)
         count += float(positions)

@@ -101,7 +101,7 @@ def new_eagle3(
         target: The target's shape. Of a mixture of experts, a layer's FFN is as wide as the experts that a token uses.
         head: The draft LM head.
         num_layers: Layers of the drafter.
-        fc_norm: Norm each boundary's features: in some targets a few channels are a thousand times larger than the others.
+        fc_norm: Norm each boundary's features: in some targets a few channels are far larger than the others.
         norm_output: Recursive steps go on from the normed state.
         dtype: Compute dtype; parameters are float32.
     """

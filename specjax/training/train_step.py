@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +83,11 @@ class StepMetrics:
     sums: StepSums
     gradient_norm: jax.Array
     learning_rate: jax.Array
+
+
+def union_of_feature_layers(drafters: Mapping[str, DrafterTraining]) -> tuple[int, ...]:
+    """The boundaries of the target that any of these drafters reads, in ascending order."""
+    return tuple(sorted({layer for training in drafters.values() for layer in training.task.feature_layers}))
 
 
 def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:

@@ -33,6 +33,7 @@ from specjax.training.train_step import (
     replicated,
     target_step,
     train_step,
+    union_of_feature_layers,
 )
 
 # Names become folders, and parts of the names of arrays.
@@ -134,7 +135,7 @@ def train(
     """Trains drafters to predict what the target does.
 
     Where `checkpoints` holds states of this run it goes on from the latest, and ends with the very parameters that it would have ended with
-    had it never been interrupted.
+    had it never been interrupted, as long as the device's libraries choose the same kernels again.
 
     Args:
         config: How long, and what on the way.
@@ -190,7 +191,7 @@ def train(
     target_params = jax.device_put(target_params, replicated(mesh))
     fixed = {name: jax.device_put(part, replicated(mesh)) for name, (_, part) in parts.items()}
     arrays = TargetArrays.of(target.config, target_params)
-    feature_layers = tuple(sorted({layer for training in drafters.values() for layer in training.task.feature_layers}))
+    feature_layers = union_of_feature_layers(drafters)
 
     window = _Window(**{name: progress[name] for name in ("step", "positions", "loss_tokens")})
     first_step = window.step + 1
