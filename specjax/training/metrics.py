@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,46 @@ def require_finite(report: Report) -> None:
         )
 
 
+class ReportWindow:
+    """Counts since the run began, and metrics since the last report.
+
+    Args:
+        step: Training steps done.
+        positions: Token positions processed.
+        loss_tokens: Those of them where the loss counts.
+    """
+
+    def __init__(self, step: int, positions: int, loss_tokens: int) -> None:
+        self.step, self._positions, self._loss_tokens = step, positions, loss_tokens
+        self._began, self._before, self._metrics = time.perf_counter(), positions, {}
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """What a run that goes on from here begins with."""
+        return {"step": self.step, "positions": self._positions, "loss_tokens": self._loss_tokens}
+
+    def add(self, batch: Any, metrics: Mapping[str, StepMetrics]) -> None:
+        """One training step of all drafters. Metrics stay on the device."""
+        self.step += 1
+        self._positions += batch.tokens.size
+        self._loss_tokens += int(np.asarray(batch.loss_mask).sum())
+        for name, one in metrics.items():
+            self._metrics.setdefault(name, []).append(one)
+
+    def restart_clock(self) -> None:
+        """What was done since the last report does not count for positions a second."""
+        self._began, self._before = time.perf_counter(), self._positions
+
+    def close(self) -> dict[str, Report]:
+        """The reports of all drafters; waits for the devices."""
+        means = {name: step_means(metrics) for name, metrics in self._metrics.items()}
+        now = time.perf_counter()
+        rate = (self._positions - self._before) / max(now - self._began, 1e-9)
+        counts: dict[str, Any] = dict(self.totals, positions_per_s=rate)
+        self._began, self._before, self._metrics = now, self._positions, {}
+        return {name: Report(drafter=name, **counts, **fields) for name, fields in means.items()}
+
+
 class ReportFile:
     """Lines of JSON, one for each report. A run that goes on from step n keeps those up to n, and those of other drafters.
 
@@ -123,12 +164,12 @@ class ProgressBar:
     """Steps done, and each drafter's loss and expected acceptance length, on standard error.
 
     Args:
-        num_steps: Of the run.
+        num_steps: Of the run; `None` if that is not known yet.
         step: Done already.
         shown: Whether to draw it.
     """
 
-    def __init__(self, num_steps: int, step: int, *, shown: bool) -> None:
+    def __init__(self, num_steps: int | None, step: int, *, shown: bool) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
         self._task = self._bar.add_task("compiling …", total=num_steps, completed=step)
@@ -139,6 +180,15 @@ class ProgressBar:
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """A line above the bar, where there is one."""
+        if not self._bar.disable:
+            self._bar.console.print(text, highlight=False)
+
+    def set_num_steps(self, num_steps: int | None) -> None:
+        """How many there are is known now."""
+        self._bar.update(self._task, total=num_steps)
 
     def show(self, step: int, reports: Mapping[str, Report]) -> None:
         """Moves on; the reports are the latest of each drafter."""

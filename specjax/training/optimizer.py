@@ -53,20 +53,20 @@ class OptimizerConfig:
             if not holds:
                 raise ValueError(f"OptimizerConfig.{name} must be {wanted}, got {getattr(self, name)!r}")
 
-    def learning_rate_at(self, step: jax.Array, num_steps: int) -> jax.Array:
+    def learning_rate_at(self, step: jax.Array, num_steps: jax.Array | int) -> jax.Array:
         """Of a training step, float32.
 
         Args:
             step: int32 from 0 on.
-            num_steps: All of the run.
+            num_steps: All of the run. Up to step `warmup_steps`, and at it, the rate does not depend on them.
         """
         # + 1: the first step moves too.
         rising = (step + 1) / max(self.warmup_steps, 1)
-        done = jnp.clip((step - self.warmup_steps) / max(num_steps - self.warmup_steps, 1), 0.0, 1.0)
+        done = jnp.clip((step - self.warmup_steps) / jnp.maximum(num_steps - self.warmup_steps, 1), 0.0, 1.0)
         falling = self.final_ratio + (1 - self.final_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * done))
         return (self.learning_rate * jnp.where(step < self.warmup_steps, rising, falling)).astype(jnp.float32)
 
-    def build(self, num_steps: int) -> optax.GradientTransformation:
+    def build(self, num_steps: jax.Array | int) -> optax.GradientTransformation:
         """The Optax transformation for a run of `num_steps` training steps."""
         adamw = optax.adamw(
             lambda step: self.learning_rate_at(jnp.asarray(step), num_steps),

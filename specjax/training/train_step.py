@@ -62,9 +62,9 @@ class TrainState:
     optimizer: Any
 
     @classmethod
-    def of(cls, training: DrafterTraining, trained: Any, *, num_steps: int) -> TrainState:
-        """The state that a run of `num_steps` steps begins with."""
-        return cls(step=jnp.zeros((), jnp.int32), trained=trained, optimizer=training.optimizer.build(num_steps).init(trained))
+    def of(cls, training: DrafterTraining, trained: Any) -> TrainState:
+        """The state that a run begins with, however long it is."""
+        return cls(step=jnp.zeros((), jnp.int32), trained=trained, optimizer=training.optimizer.build(num_steps=1).init(trained))
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +100,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, _REPLICATED)
 
 
+def by_rows(mesh: Mesh) -> NamedSharding:
+    """Where batches go: each device has a share of the rows."""
+    return NamedSharding(mesh, _BY_ROWS)
+
+
 def place_batch(mesh: Mesh, rows: np.ndarray) -> jax.Array:
     """A batch's rows, spread over the devices; of several hosts each brings its own.
 
@@ -113,7 +118,7 @@ def place_batch(mesh: Mesh, rows: np.ndarray) -> jax.Array:
     devices = len(mesh.local_devices)
     if rows.shape[0] % devices:
         raise ValueError(f"a batch of {rows.shape[0]} rows cannot be shared evenly by {devices} devices")
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, _BY_ROWS), np.asarray(rows))
+    return jax.make_array_from_process_local_data(by_rows(mesh), np.asarray(rows))
 
 
 @functools.partial(jax.jit, static_argnames=("target", "feature_layers", "mesh"))
@@ -126,9 +131,9 @@ def target_step(
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=_BY_ROWS, check_vma=False)(params, tokens, loss_mask)
 
 
-@functools.partial(jax.jit, static_argnames=("training", "num_steps", "mesh"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("training", "mesh"), donate_argnames="state")
 def train_step(
-    state: TrainState, fixed: Any, arrays: TargetArrays, batch: TargetBatch, *, training: DrafterTraining, num_steps: int, mesh: Mesh
+    state: TrainState, fixed: Any, arrays: TargetArrays, batch: TargetBatch, num_steps: jax.Array, *, training: DrafterTraining, mesh: Mesh
 ) -> tuple[TrainState, StepMetrics]:
     """One update of one drafter.
 
@@ -137,8 +142,8 @@ def train_step(
         fixed: The params that are not trained.
         arrays: What the drafter shares with its target.
         batch: From `target_step`.
+        num_steps: int32, of the whole run, for the learning rate.
         training: Static.
-        num_steps: Of the whole run, for the learning rate. Static.
         mesh: Static.
     """
     # Another one of every k positions in each step.

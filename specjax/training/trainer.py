@@ -14,52 +14,28 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from specjax.config import ModelConfig
-from specjax.drafting.heads.draft_head import require_size
 from specjax.models.transformer import Transformer
+from specjax.training.compile_ahead import compile_steps
 from specjax.training.description import describe
-from specjax.training.metrics import ProgressBar, Report, ReportFile, require_finite, step_means
+from specjax.training.metrics import ProgressBar, Report, ReportFile, ReportWindow, require_finite
 from specjax.training.partition import merge_params, split_params
 from specjax.training.target_batch import TargetArrays
+from specjax.training.train_config import RunLength, TrainConfig
 from specjax.training.train_step import (
     DrafterTraining,
-    StepMetrics,
     TrainState,
     data_mesh,
     place_batch,
     replicated,
     target_step,
-    train_step,
     union_of_feature_layers,
 )
 
 # Names become folders, and parts of the names of arrays.
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A run.
-
-    Attributes:
-        num_steps: Training steps: the learning rate follows its course over them, and then the run ends.
-        report_every: Steps between reports. Each waits for the devices.
-        checkpoint_every: Steps between checkpoints. There is one at the end, and a report before each.
-
-    Raises:
-        ValueError: Not a positive int.
-    """
-
-    num_steps: int
-    report_every: int = 20
-    checkpoint_every: int = 1000
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "report_every", "checkpoint_every"):
-            require_size(f"TrainConfig.{name}", getattr(self, name))
 
 
 class Texts(Protocol):
@@ -110,11 +86,13 @@ class TrainResult:
 
     Attributes:
         params: Of each drafter all params as its task takes them, the trained ones in float32.
-        reports: The last one of each drafter.
+        reports: The last one of each drafter; its `step` is how many training steps the run had.
+        compile_seconds: What compiling the steps took, side by side, the target's first pass included; 0 if no step was left.
     """
 
     params: dict[str, Any]
     reports: dict[str, Report]
+    compile_seconds: float
 
 
 def train(
@@ -130,6 +108,8 @@ def train(
     report_path: Path | None = None,
     show_progress: bool = False,
     on_report: Callable[[Report], None] | None = None,
+    on_evaluation: Callable[[dict[str, Any], dict[str, Report]], None] | None = None,
+    before_step: Callable[[], None] | None = None,
     target_identity: Any = None,
 ) -> TrainResult:
     """Trains drafters to predict what the target does.
@@ -142,13 +122,18 @@ def train(
         target: The target.
         target_params: Its params, which do not change.
         drafters: By name, how each is trained.
-        params: By the same names, what each begins with. They are not changed either.
+        params: By the same names, what each begins with. They are not changed either. Where the run goes on from a checkpoint, those that
+            are trained may be shapes.
         texts: The batches.
         mesh: From `data_mesh`; `None` is all devices. They share the rows of a batch evenly.
-        checkpoints: Where states are kept; `None` keeps none.
+        checkpoints: Where states are kept; `None`, or no `config.checkpoint_every`, keeps none.
         report_path: A file for one line of JSON a report.
         show_progress: Draw a bar on standard error.
         on_report: Called with every report.
+        on_evaluation: Called `config.evaluations` times, with all params of every drafter and their latest reports. The params are the
+            state's own arrays, which the next step takes: they are not to be kept. A run that goes on from a checkpoint of a step at which
+            drafters are evaluated calls it first, since that may be what was interrupted.
+        before_step: Called before every step; what it raises ends the run.
         target_identity: A JSON value that tells the target's weights from others of the same shape: a run does not go on with those.
 
     Returns:
@@ -174,45 +159,69 @@ def train(
         ... )
     """
     mesh = data_mesh() if mesh is None else mesh
+    checkpoints = checkpoints if config.checkpoint_every else None
     check_drafters(drafters, params, target.config)
     parts = {name: split_params(params[name], training.task.is_trained) for name, training in drafters.items()}
-    description = {"run": {"num_steps": config.num_steps}, "target": describe(target.config), "drafters": describe(drafters)}
+    run = {"num_steps": config.num_steps, "max_seconds": config.max_seconds}
+    description = {"run": run, "target": describe(target.config), "drafters": describe(drafters)}
     description["target_identity"] = target_identity
     description["texts"] = texts.get_state().get("fingerprint")
     states, progress, reports = None, {"step": 0, "positions": 0, "loss_tokens": 0}, {}
     if checkpoints is not None:
-        restored = checkpoints.restore(_state_shapes(drafters, parts, config.num_steps, mesh), description)
+        restored = checkpoints.restore(_state_shapes(drafters, parts, mesh), description)
         if restored is not None:
             states, progress = restored
             texts.set_state(progress["texts"])
             reports = {name: Report.from_json(values) for name, values in progress["reports"].items()}
     if states is None:
-        states = {name: _first_state(training, parts[name][0], config.num_steps, mesh) for name, training in drafters.items()}
+        states = {name: _first_state(name, training, parts[name][0], mesh) for name, training in drafters.items()}
     target_params = jax.device_put(target_params, replicated(mesh))
     fixed = {name: jax.device_put(part, replicated(mesh)) for name, (_, part) in parts.items()}
     arrays = TargetArrays.of(target.config, target_params)
     feature_layers = union_of_feature_layers(drafters)
 
-    window = _Window(**{name: progress[name] for name in ("step", "positions", "loss_tokens")})
-    first_step = window.step + 1
+    window = ReportWindow(**{name: progress[name] for name in ("step", "positions", "loss_tokens")})
+    warmup_steps = min(training.optimizer.warmup_steps for training in drafters.values())
+    length = RunLength(config, step=window.step, num_steps=progress.get("num_steps"), warmup_steps=warmup_steps)
+    first_step, compile_seconds, train_steps = window.step + 1, 0.0, {}
+
+    def evaluate_if_due() -> None:
+        if on_evaluation is not None and length.evaluates_after(window.step):
+            on_evaluation({name: merge_params(states[name].trained, fixed[name]) for name in drafters}, reports)
+            window.restart_clock()
+
     file = None if report_path is None else ReportFile(report_path, window.step, drafters)
-    with ProgressBar(config.num_steps, window.step, shown=show_progress) as bar:
-        while window.step < config.num_steps:
-            batch = _next_batch(texts, window.step, config.num_steps)
-            rows = [place_batch(mesh, part) for part in (batch.tokens, batch.loss_mask)]
-            outputs = target_step(target_params, *rows, target=target, feature_layers=feature_layers, mesh=mesh)
+    with ProgressBar(length.num_steps, window.step, shown=show_progress) as bar:
+        evaluate_if_due()
+        while not length.is_over(window.step):
+            if before_step is not None:
+                before_step()
+            batch = _next_batch(texts, window.step, length)
+            rows = (place_batch(mesh, batch.tokens), place_batch(mesh, batch.loss_mask))
+            num_steps = jax.device_put(length.for_learning_rate, replicated(mesh))
+            if train_steps:
+                outputs = target_step(target_params, *rows, target=target, feature_layers=feature_layers, mesh=mesh)
+            else:
+                began = time.perf_counter()
+                inputs: dict[str, Any] = dict(states=states, fixed=fixed, arrays=arrays, rows=rows, num_steps=num_steps)
+                compiled = compile_steps(target, target_params, drafters, **inputs, mesh=mesh, threads=config.compile_threads)
+                outputs, train_steps = compiled.outputs, compiled.train_steps
+                compile_seconds = time.perf_counter() - began
+                bar.note(f"compiled the steps of {len(drafters)} drafters in {compile_seconds:.1f} s")
             metrics = {}
-            for name, training in drafters.items():
-                static: dict[str, Any] = dict(training=training, num_steps=config.num_steps, mesh=mesh)
-                states[name], metrics[name] = train_step(states[name], fixed[name], arrays, outputs, **static)
+            for name, step in train_steps.items():
+                states[name], metrics[name] = step(states[name], fixed[name], arrays, outputs, num_steps)
             window.add(batch, metrics)
             if window.step == first_step:
                 # Compiling is not training.
                 jax.block_until_ready(metrics)
                 window.restart_clock()
-            last = window.step == config.num_steps
-            checkpoint_due = checkpoints is not None and (last or window.step % config.checkpoint_every == 0)
-            if last or checkpoint_due or window.step % config.report_every == 0:
+            if length.step_done(window.step, metrics):
+                bar.set_num_steps(length.num_steps)
+            last = length.is_over(window.step)
+            at_checkpoint = length.num_steps is not None and window.step % (config.checkpoint_every or 1) == 0
+            checkpoint_due = checkpoints is not None and (last or at_checkpoint)
+            if last or checkpoint_due or length.evaluates_after(window.step) or window.step % config.report_every == 0:
                 reports = window.close()
                 for report in reports.values():
                     require_finite(report)
@@ -223,9 +232,12 @@ def train(
                 bar.show(window.step, reports)
             if checkpoints is not None and checkpoint_due:
                 kept = {name: dataclasses.asdict(report) for name, report in reports.items()}
-                checkpoints.save(states, {**window.totals, "texts": texts.get_state(), "reports": kept}, description)
+                totals = {**window.totals, "num_steps": length.num_steps}
+                checkpoints.save(states, {**totals, "texts": texts.get_state(), "reports": kept}, description)
                 window.restart_clock()
-    return TrainResult(params={name: merge_params(states[name].trained, fixed[name]) for name in drafters}, reports=reports)
+            evaluate_if_due()
+    trained = {name: merge_params(states[name].trained, fixed[name]) for name in drafters}
+    return TrainResult(params=trained, reports=reports, compile_seconds=compile_seconds)
 
 
 def check_drafters(drafters: Mapping[str, DrafterTraining], params: Mapping[str, Any], target: ModelConfig) -> None:
@@ -249,58 +261,27 @@ def check_drafters(drafters: Mapping[str, DrafterTraining], params: Mapping[str,
             raise ValueError(f"{name}: there is nothing to train")
 
 
-def _first_state(training: DrafterTraining, trained: Any, num_steps: int, mesh: Mesh) -> TrainState:
+def _first_state(name: str, training: DrafterTraining, trained: Any, mesh: Mesh) -> TrainState:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trained)):
+        raise ValueError(f"{name}: there is no checkpoint to go on from, and its params are shapes: give arrays to begin with")
     # Copies, because a training step takes its state's memory.
     trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)
-    # All of it in its place: an array that is placed otherwise than what a step returns would have the step compiled twice.
-    return jax.device_put(TrainState.of(training, trained, num_steps=num_steps), replicated(mesh))
+    # All of it in its place, where a step's results are: the compiled steps take nothing else.
+    return jax.device_put(TrainState.of(training, trained), replicated(mesh))
 
 
-def _state_shapes(drafters: Mapping[str, DrafterTraining], parts: Mapping[str, Any], num_steps: int, mesh: Mesh) -> dict[str, Any]:
+def _state_shapes(drafters: Mapping[str, DrafterTraining], parts: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     shapes = {}
     for name, training in drafters.items():
         trained = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), parts[name][0])
-        state = jax.eval_shape(lambda trained, training=training: TrainState.of(training, trained, num_steps=num_steps), trained)
+        state = jax.eval_shape(lambda trained, training=training: TrainState.of(training, trained), trained)
         shapes[name] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), state)
     return shapes
 
 
-def _next_batch(texts: Texts, step: int, num_steps: int) -> Any:
+def _next_batch(texts: Texts, step: int, length: RunLength) -> Any:
     try:
         return next(texts)
     except StopIteration:
-        raise ValueError(f"the texts ended after {step} batches, the run has {num_steps} steps") from None
-
-
-class _Window:
-    """Counts since the run began, and metrics since the last report."""
-
-    def __init__(self, step: int, positions: int, loss_tokens: int) -> None:
-        self.step, self._positions, self._loss_tokens = step, positions, loss_tokens
-        self._began, self._before, self._metrics = time.perf_counter(), positions, {}
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """What a run that goes on from here begins with."""
-        return {"step": self.step, "positions": self._positions, "loss_tokens": self._loss_tokens}
-
-    def add(self, batch: Any, metrics: Mapping[str, StepMetrics]) -> None:
-        """One training step of all drafters. Metrics stay on the device."""
-        self.step += 1
-        self._positions += batch.tokens.size
-        self._loss_tokens += int(np.asarray(batch.loss_mask).sum())
-        for name, one in metrics.items():
-            self._metrics.setdefault(name, []).append(one)
-
-    def restart_clock(self) -> None:
-        """What was done since the last report does not count for positions a second."""
-        self._began, self._before = time.perf_counter(), self._positions
-
-    def close(self) -> dict[str, Report]:
-        """The reports of all drafters; waits for the devices."""
-        means = {name: step_means(metrics) for name, metrics in self._metrics.items()}
-        now = time.perf_counter()
-        rate = (self._positions - self._before) / max(now - self._began, 1e-9)
-        counts: dict[str, Any] = dict(self.totals, positions_per_s=rate)
-        self._began, self._before, self._metrics = now, self._positions, {}
-        return {name: Report(drafter=name, **counts, **fields) for name, fields in means.items()}
+        wanted = "more" if length.num_steps is None else f"{length.num_steps} steps"
+        raise ValueError(f"the texts ended after {step} batches, the run has {wanted}") from None

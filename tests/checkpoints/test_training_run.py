@@ -22,8 +22,9 @@ from specjax.drafting.medusa import Medusa, MedusaConfig
 from specjax.training.losses import DraftLoss
 from specjax.training.optimizer import OptimizerConfig
 from specjax.training.tasks import MedusaTask
+from specjax.training.train_config import TrainConfig
 from specjax.training.train_step import DrafterTraining
-from specjax.training.trainer import TrainConfig, TrainResult, train
+from specjax.training.trainer import TrainResult, train
 from tests.helpers import random_model, tiny_config
 from tests.training import VOCAB, WIDTH, MemoryTexts, initial_params
 

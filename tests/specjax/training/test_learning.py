@@ -15,8 +15,9 @@ from specjax.drafting.medusa import Medusa, MedusaConfig
 from specjax.training.losses import DraftLoss
 from specjax.training.optimizer import OptimizerConfig
 from specjax.training.tasks import Eagle3Task, HydraTask, MedusaTask
+from specjax.training.train_config import TrainConfig
 from specjax.training.train_step import DrafterTraining
-from specjax.training.trainer import TrainConfig, TrainResult, train
+from specjax.training.trainer import TrainResult, train
 from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, eagle3_network, greedy_texts, initial_params, sure_target
 
 NUM_DRAFTS = 2

@@ -17,12 +17,14 @@ import pytest
 
 from specjax.drafting.heads import FullHead, LowRankHead
 from specjax.drafting.medusa import Medusa, MedusaConfig
+from specjax.training import train_config
 from specjax.training.evaluate import evaluate
 from specjax.training.losses import DraftLoss
 from specjax.training.optimizer import OptimizerConfig
 from specjax.training.tasks import HeadOnly, MedusaTask
-from specjax.training.train_step import DrafterTraining, train_step
-from specjax.training.trainer import TrainConfig, TrainResult, train
+from specjax.training.train_config import TrainConfig
+from specjax.training.train_step import DrafterTraining
+from specjax.training.trainer import TrainResult, train
 from tests.training import PROMPT_LENGTH, TEXT_LENGTH, VOCAB, WIDTH, MemoryTexts, greedy_texts, initial_params, sure_target
 
 NUM_STEPS, COUNTED = 30, TEXT_LENGTH - PROMPT_LENGTH
@@ -40,10 +42,12 @@ def texts(**options: Any) -> MemoryTexts:
     return MemoryTexts(tokens, loss_mask, batch_size=16, **options)
 
 
-def run(drafters: dict[str, tuple[DrafterTraining, dict]], *, report_every: int = 10, data: Any = None, **options: Any) -> TrainResult:
+def run(
+    drafters: dict[str, tuple[DrafterTraining, dict]], *, report_every: int = 10, config: Any = None, data: Any = None, **options: Any
+) -> TrainResult:
     target, target_params = sure_target()
     return train(
-        TrainConfig(num_steps=NUM_STEPS, report_every=report_every),
+        TrainConfig(num_steps=NUM_STEPS, report_every=report_every) if config is None else config,
         target,
         target_params,
         {name: training for name, (training, _) in drafters.items()},
@@ -55,9 +59,7 @@ def run(drafters: dict[str, tuple[DrafterTraining, dict]], *, report_every: int 
 
 def test_drafters_side_by_side_learn_what_each_learns_alone(tmp_path: Path) -> None:
     drafters, reports = {"low-rank": heads(), "head-only": heads(only_heads=True)}, []
-    compiled = train_step._cache_size()
     together = run(drafters, on_report=reports.append, report_path=tmp_path / "reports.jsonl")
-    assert train_step._cache_size() == compiled + 2  # once a drafter
     alone = run({"low-rank": drafters["low-rank"]})
     jax.tree.map(np.testing.assert_array_equal, together.params["low-rank"], alone.params["low-rank"])
 
@@ -134,8 +136,96 @@ def test_what_cannot_be_trained_is_refused() -> None:
     shared = Medusa(MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB, num_draft_heads=1, head=FullHead(shared=True)), dtype=jnp.float32)
     with pytest.raises(ValueError, match="it: there is nothing to train"):
         run({"it": (DrafterTraining(task=HeadOnly(MedusaTask(shared))), initial_params(shared))})
-    with pytest.raises(ValueError, match="TrainConfig.report_every must be a positive int, got 0"):
-        TrainConfig(num_steps=1, report_every=0)
+    with pytest.raises(ValueError, match="it: there is no checkpoint to go on from, and its params are shapes"):
+        run({"it": (training, jax.eval_shape(lambda: params))})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(report_every=0), "TrainConfig.report_every must be a positive int, got 0"),
+        (dict(num_steps=None), "TrainConfig needs num_steps or max_seconds, got neither"),
+        (dict(max_seconds=0.0), "TrainConfig.max_seconds must be above 0, got 0.0"),
+        (dict(evaluations=-1), "TrainConfig.evaluations must be an int of at least 0, got -1"),
+        (dict(compile_threads=None), "TrainConfig.compile_threads must be a positive int, got None"),
+    ],
+)
+def test_a_run_of_impossible_length_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**dict(num_steps=1) | changes)
+
+
+class Clock:
+    """Seconds that pass by `passes`, and otherwise not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(train_config.time, "perf_counter", lambda: self.now)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_run_of_given_time_is_the_run_of_as_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, clock = heads(), Clock(monkeypatch)
+    # A warm-up of five steps, each of half a second; evaluating takes far longer, and does not count.
+    evaluated, rates = [], []
+    timed = run(
+        {"it": drafter},
+        config=TrainConfig(max_seconds=6.3, evaluations=4, report_every=1),
+        before_step=lambda: clock.passes(0.5),
+        on_evaluation=lambda params, reports: (evaluated.append(reports["it"].step), clock.passes(100.0)),
+        on_report=lambda report: rates.append(report.learning_rate),
+    )
+    assert timed.reports["it"].step == 12
+    assert evaluated == [6, 9, 12]  # and not at 3: how many there are is known from step 6 on
+    given = run({"it": drafter}, config=TrainConfig(num_steps=12, report_every=12))
+    jax.tree.map(np.testing.assert_array_equal, timed.params, given.params)
+    assert max(rates) == rates[4] == rates[5] > rates[6] > rates[-1] > 0
+    # A number of steps is the most.
+    both = run({"it": drafter}, config=TrainConfig(num_steps=4, max_seconds=1e6), before_step=lambda: clock.passes(0.5))
+    assert both.reports["it"].step == 4
+
+
+def test_drafters_are_evaluated_evenly_with_the_params_and_reports_of_then() -> None:
+    drafters, seen = {"a": heads(), "b": heads(only_heads=True)}, []
+
+    def look(params: dict[str, Any], reports: dict[str, Any]) -> None:
+        seen.append((jax.tree.map(np.asarray, params), reports))
+
+    config = TrainConfig(num_steps=7, evaluations=3, report_every=100)
+    result = run(drafters, config=config, on_evaluation=look)
+    assert [reports["b"].step for _, reports in seen] == [3, 5, 7]
+    jax.tree.map(np.testing.assert_array_equal, seen[-1][0], result.params)
+    assert seen[-1][1] == result.reports
+    with pytest.raises(AssertionError):
+        jax.tree.map(np.testing.assert_array_equal, seen[0][0], result.params)
+
+
+COMPILES = """
+import jax
+compiles = []
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiles.append(name) if "backend_compile" in name else None)
+from specjax.training.train_config import TrainConfig
+from tests.specjax.training.test_trainer import heads, run
+marks = []
+drafters = {"a": heads(), "b": heads(only_heads=True)}
+config = TrainConfig(max_seconds=1e6, num_steps=12, report_every=2)
+run(drafters, config=config, before_step=lambda: marks.append((len(compiles), jax.device_count())))
+print(marks[0], *[after for after, _ in marks[2:]], len(compiles), sep="|")
+"""
+
+
+def test_nothing_is_compiled_after_the_first_step_on_two_devices() -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", COMPILES]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *later = done.stdout.split("|")
+    assert first.endswith(", 2)")
+    # All of a run's steps but its first, in which three programs at least were compiled: the target's and two drafters'.
+    assert len({int(count) for count in later}) == 1
+    assert int(later[0]) >= int(first[1:].split(",")[0]) + 3
 
 
 SCRIPT = """
