@@ -37,6 +37,7 @@ from specjax.checkpoints.manifest import read_manifest
 from specjax.checkpoints.source import check_source
 from specjax.checkpoints.store import load_checkpoint
 from specjax.config import ModelConfig, RopeConfig
+from specjax.drafting.draft_model_network import DraftModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
 
@@ -128,6 +129,8 @@ def official_config(config: Any, dtype: str) -> dict[str, Any]:
     Raises:
         ValueError: Another kind of model, or something that this layout cannot express, by name.
     """
+    if isinstance(config, DraftModelConfig):
+        raise ValueError("only EAGLE-3 drafters can be exported: no published layout has a draft model with another LM head than its own")
     if not isinstance(config, Eagle3Config):
         raise ValueError(f"only EAGLE-3 drafters can be exported, got {type(config).__name__}")
     decoder = config.decoder

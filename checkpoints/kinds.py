@@ -1,6 +1,7 @@
 """The kinds of model that a checkpoint may hold: a configuration class and a module for each, and how they become JSON.
 
-A module of any kind has `config`, `dtype` and `param_dtype`, and `init_params(rng)` for a tree of parameters.
+A module of any kind has `config`, `dtype` and `param_dtype`, and `init_params(rng)` for a tree of parameters. A draft model is a
+"transformer" like any other; "draft_model" is one whose LM head was replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from specjax.config import ModelConfig
+from specjax.drafting.draft_model_network import DraftModelConfig, DraftModelNetwork
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHead, TrimmedHead
@@ -24,6 +26,7 @@ from specjax.models.transformer import Transformer
 # Name in the manifest → configuration and module.
 _KINDS: Mapping[str, tuple[type, type]] = {
     "transformer": (ModelConfig, Transformer),
+    "draft_model": (DraftModelConfig, DraftModelNetwork),
     "eagle3": (Eagle3Config, Eagle3),
     "medusa": (MedusaConfig, Medusa),
     "hydra": (HydraConfig, Hydra),
@@ -98,7 +101,7 @@ def config_from_dict(values: Mapping[str, Any], kind: str = "transformer") -> An
         raise ValueError(f"the saved configuration does not fit this version of specjax: {error}") from error
 
 
-def _dataclass_from(cls: type, values: Mapping[str, Any]) -> Any:
+def _dataclass_from(cls: Any, values: Mapping[str, Any]) -> Any:
     """Nested dataclasses from nested mappings, tuples from JSON's lists."""
     hints = typing.get_type_hints(cls)
     fields = {name: _value_from(hints.get(name), value) for name, value in values.items()}

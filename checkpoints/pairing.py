@@ -8,6 +8,7 @@ from typing import Any
 from specjax.checkpoints.store import Checkpoint
 from specjax.checkpoints.tokenizer_check import check_same_tokenizer
 from specjax.drafting.draft_model import DraftModel
+from specjax.drafting.draft_model_network import DraftModelNetwork
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
@@ -34,7 +35,7 @@ class ReadyDrafter:
 
 
 def drafter_for_target(draft: Checkpoint, target: Checkpoint, *, allow_different_tokenizer: bool = False) -> ReadyDrafter:
-    """Makes a drafter of a checkpoint: a draft model, or EAGLE-3, Medusa or Hydra heads.
+    """Makes a drafter of a checkpoint: a draft model (with its own LM head or another), or EAGLE-3, Medusa or Hydra heads.
 
     Example:
         >>> target, draft = load_checkpoint("models/target"), load_checkpoint("models/draft")
@@ -62,5 +63,6 @@ def drafter_for_target(draft: Checkpoint, target: Checkpoint, *, allow_different
         drafter, params = HydraDrafter.for_target(model, config), hydra_params(model, draft.params, config, target.params)
     else:
         check_same_tokenizer(target, draft, allow_different=allow_different_tokenizer)
-        return ReadyDrafter(DraftModel(model), draft.params, shared=())
+        drafter = model.drafter if isinstance(model, DraftModelNetwork) else DraftModel(model)
+        return ReadyDrafter(drafter, draft.params, shared=())
     return ReadyDrafter(drafter, params, shared=tuple(words for name, words in TARGET_ARRAYS.items() if name in params))

@@ -55,7 +55,9 @@ class Config:
         target: A checkpoint's path.
         data: Token files, made by `specjax distill`.
         out: Folder for the finished drafters and the state of the run.
-        drafter: eagle3, medusa or hydra.
+        drafter: eagle3, medusa, hydra or draft_model.
+        start: A finished drafter's checkpoint to begin with, see `train_drafters`.
+        head_only: Train nothing but its draft head.
         variants: HEAD, HEAD@INIT or HEAD@INIT@LOSS.
         steps: Training steps.
         evaluations: How often the drafters draft for the target on the way, the end included.
@@ -86,6 +88,8 @@ class Config:
     data: str = path_field("")
     out: str | None = local_field()
     drafter: str = "eagle3"
+    start: str = path_field("")
+    head_only: bool = TrainSettings.head_only
     variants: tuple[str, ...] = ("low_rank:8",)
     steps: int = 1000
     evaluations: int = 5
@@ -133,6 +137,7 @@ class Config:
             positions=LossPositions(every=self.every, chunk_size=self.chunk_size),
             fc_norm=self.fc_norm,
             norm_output=self.norm_output,
+            head_only=self.head_only,
             seed=self.seed,
             checkpoint_every=max(-(-self.steps // self.evaluations), 1),
         )
@@ -149,7 +154,10 @@ def run(config: Config) -> Iterator[dict]:
     try:
         settings = config.settings()
         path = converted(Path(config.target).expanduser(), dtype=config.dtype, cache_dir=config.cache_dir)
-        prepared = prepare_training(path, config.data, settings, dtype=jnp.dtype(config.dtype))
+        start = None
+        if config.start:
+            start = converted(Path(config.start).expanduser(), dtype=config.dtype, cache_dir=config.cache_dir, target=path)
+        prepared = prepare_training(path, config.data, settings, start=start, dtype=jnp.dtype(config.dtype))
     except ValueError as error:
         raise ExperimentError(str(error)) from error
     checkpoint, out = prepared.target, Path(config.out).expanduser()
@@ -198,12 +206,13 @@ class Evaluator:
         config = self._config
         longest = max(len(tokens) for rows in self._prompts.values() for tokens in rows)
         batch = max(len(rows) for rows in self._prompts.values())
+        tokenizer_path = None if self.prepared.finished is None else self.prepared.finished.tokenizer_path
 
         def decoder(name: str) -> Decoder:
             network = self.prepared.networks[name]
             dtype = jnp.dtype(config.dtype)
             leaves = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params[name])
-            draft = Checkpoint(network.clone(param_dtype=dtype), jax.device_put(leaves, jax.devices()[0]), {}, None)
+            draft = Checkpoint(network.clone(param_dtype=dtype), jax.device_put(leaves, jax.devices()[0]), {}, tokenizer_path)
             assert self._target.checkpoint is not None
             ready = drafter_for_target(draft, dataclasses.replace(self._target.checkpoint, params=self._target.params))
             return Decoder(

@@ -13,6 +13,15 @@ import jax.numpy as jnp
 
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, load_checkpoint, save_checkpoint
+from specjax.commands.finished_drafter import (
+    full_head_of,
+    hidden_size_of,
+    network_with_head,
+    open_finished,
+    params_with_head,
+    states_covariance,
+    task_of,
+)
 from specjax.commands.token_data import origin, tokenizer_and_ends
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
@@ -25,7 +34,7 @@ from specjax.training.evaluate import Evaluation
 from specjax.training.hidden_covariance import hidden_covariance
 from specjax.training.metrics import Report
 from specjax.training.new_drafters import HeadStart, initial_params, new_eagle3, new_hydra, new_medusa
-from specjax.training.settings import TrainSettings
+from specjax.training.settings import DRAFT_MODEL, TrainSettings
 from specjax.training.target_batch import TargetArrays
 from specjax.training.tasks.eagle3_task import Eagle3Task
 from specjax.training.tasks.hydra_task import HydraTask
@@ -55,6 +64,7 @@ class PreparedTraining:
         networks: The drafters by the variants' names.
         drafters: By the same names, how each is trained.
         params: By the same names, what each begins with.
+        finished: Checkpoint of the drafter that they are made from, without its weights; `None` if they are new.
     """
 
     settings: TrainSettings
@@ -67,6 +77,7 @@ class PreparedTraining:
     networks: dict[str, Any]
     drafters: dict[str, DrafterTraining]
     params: dict[str, Any]
+    finished: Checkpoint | None = None
 
     def run(self, **options: Any) -> TrainResult:
         """Calls `train`, whose other arguments are options."""
@@ -98,25 +109,38 @@ class PreparedTraining:
             "source_format": "specjax train",
             "training": settings | {"data": {"made": made, **totals}, **record},
         }
-        save_checkpoint(path, self.networks[name].config, leaves, metadata, force=force)
+        tokenizer = None
+        if self.finished is not None:
+            metadata["training"]["start"] = self.finished.metadata.get("source")
+            tokenizer = self.finished.tokenizer_path
+        save_checkpoint(path, self.networks[name].config, leaves, metadata, tokenizer, force=force)
 
 
-def prepare_training(target: str | Path, data: str | Path, settings: TrainSettings, *, dtype: Any = None) -> PreparedTraining:
+def prepare_training(
+    target: str | Path, data: str | Path, settings: TrainSettings, *, start: str | Path | None = None, dtype: Any = None
+) -> PreparedTraining:
     """Loads a target, opens token files and makes new drafters. Arguments and errors as those of `train_drafters`."""
     config = read_transformer_config(target)
     abstract = abstract_checkpoint(target, dtype=dtype)
-    heads = {
-        variant.name: named_head(variant.head, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-        for variant in settings.variants
-    }
+    if start is None and (settings.head_only or settings.drafter == DRAFT_MODEL):
+        what = "a draft model" if settings.drafter == DRAFT_MODEL else f"the head alone of {settings.drafter}"
+        raise ValueError(f"to train {what} there has to be a finished drafter to begin with, got none")
+    finished = None if start is None else open_finished(start, settings, abstract, dtype=abstract.model.dtype)
+    width = config.hidden_size if finished is None else hidden_size_of(finished.model)
+    heads = {variant.name: named_head(variant.head, hidden_size=width, vocab_size=config.vocab_size) for variant in settings.variants}
     tokenizer, ends = tokenizer_and_ends(abstract)
     files = open_token_files(data, tokenizer)
     config_of_data = data_config(settings)
     batches = TokenBatches(files, config_of_data, host=jax.process_index(), num_hosts=jax.process_count())
-    networks = {name: _network(config, head, settings, abstract.model.dtype) for name, head in heads.items()}
+    networks = {
+        name: _network(config, head, settings, abstract.model.dtype)
+        if finished is None
+        else network_with_head(finished.model, head, config)
+        for name, head in heads.items()
+    }
     drafters = {
         variant.name: DrafterTraining(
-            task=_task(networks[variant.name], settings),
+            task=(_task if finished is None else task_of)(networks[variant.name], settings),
             loss=variant.loss,
             optimizer=settings.optimizer,
             positions=settings.positions,
@@ -124,25 +148,39 @@ def prepare_training(target: str | Path, data: str | Path, settings: TrainSettin
         for variant in settings.variants
     }
     checkpoint = load_checkpoint(target, dtype=dtype)
+    loaded = None if start is None else load_checkpoint(start, dtype=abstract.model.dtype)
     covariance = None
     if any(variant.init == "weighted_svd" for variant in settings.variants):
         some = itertools.islice(TokenBatches(files, config_of_data), _COVARIANCE_BATCHES)
         layers = union_of_feature_layers(drafters)
-        covariance = hidden_covariance(checkpoint.model, checkpoint.params, some, feature_layers=layers)
+        if loaded is None:
+            covariance = hidden_covariance(checkpoint.model, checkpoint.params, some, feature_layers=layers)
+        else:
+            covariance = states_covariance(loaded, settings, checkpoint, some, feature_layers=layers)
     trimmed = {head.num_tokens for head in heads.values() if isinstance(head, TrimmedHead)}
     counts = count_tokens(files, config.vocab_size) if trimmed else None
     always = sorted({*ends, *tokenizer.all_special_ids})
     token_ids = {num_tokens: frequent_tokens(counts, num_tokens, always) for num_tokens in trimmed}
-    lm_head, params = TargetArrays.of(config, checkpoint.params).lm_head, {}
+    arrays, params = TargetArrays.of(config, checkpoint.params), {}
+    lm_head = arrays.lm_head if loaded is None else full_head_of(loaded.model, loaded.params, arrays)
     norm_scale = checkpoint.params["final_norm"]["scale"]
     for variant in settings.variants:
-        start = HeadStart(lm_head=lm_head, norm_scale=norm_scale, init=variant.init, covariance=covariance, token_ids=token_ids)
+        head_start = None
+        if lm_head is not None:
+            options: dict[str, Any] = dict(init=variant.init, covariance=covariance, token_ids=token_ids)
+            head_start = HeadStart(lm_head=lm_head, norm_scale=norm_scale, **options)
         # One key for all: drafters that differ in their heads begin with the same body.
-        params[variant.name] = initial_params(networks[variant.name], start, jax.random.key(settings.seed))
+        rng = jax.random.key(settings.seed)
+        if loaded is not None:
+            params[variant.name] = params_with_head(loaded, heads[variant.name], head_start, rng)
+        else:
+            assert head_start is not None
+            params[variant.name] = initial_params(networks[variant.name], head_start, rng)
+    identities = [origin(path, one)["target_digest"] for path, one in ((target, checkpoint), (start, loaded)) if path and one]
     return PreparedTraining(
         settings=settings,
         target=checkpoint,
-        target_identity=origin(target, checkpoint)["target_digest"],
+        target_identity="+".join(identities),
         target_name=(checkpoint.metadata.get("source") or Path(target).resolve().name).removesuffix(".gguf"),
         files=files,
         batches=batches,
@@ -150,6 +188,7 @@ def prepare_training(target: str | Path, data: str | Path, settings: TrainSettin
         networks=networks,
         drafters=drafters,
         params=params,
+        finished=finished,
     )
 
 

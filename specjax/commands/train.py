@@ -43,6 +43,13 @@ def train_command(
     init: Annotated[str, typer.Option(help=f"How draft heads begin: {', '.join(INITS)}.")] = Variant.init,
     fc_norm: Annotated[bool, typer.Option(help="EAGLE-3: norm the features of each boundary.")] = TrainSettings.fc_norm,
     norm_output: Annotated[bool, typer.Option(help="EAGLE-3: recursive steps go on from the normed state.")] = TrainSettings.norm_output,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", help="A finished drafter to begin with: an EAGLE-3 drafter, or the draft model of --drafter draft_model."),
+    ] = None,
+    head_only: Annotated[
+        bool, typer.Option("--head-only", help="Train nothing but the draft head; with --from.")
+    ] = TrainSettings.head_only,
     held_out: Annotated[Path | None, typer.Option(help="Token files to evaluate the finished drafters on.")] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters, and of the order of the data.")] = TrainSettings.seed,
     report_every: Annotated[int, typer.Option(help="Steps between reports.")] = TrainSettings.report_every,
@@ -67,12 +74,13 @@ def train_command(
             positions=LossPositions(every=every, chunk_size=chunk_size),
             fc_norm=fc_norm,
             norm_output=norm_output,
+            head_only=head_only,
             seed=seed,
             report_every=report_every,
             checkpoint_every=checkpoint_every,
         )
         number = None if dtype is None else jnp.dtype(dtype)
-        trained = train_drafters(target, data, destination, settings, held_out=held_out, dtype=number, force=force)
+        trained = train_drafters(target, data, destination, settings, start=start, held_out=held_out, dtype=number, force=force)
     for one in trained.values():
         typer.echo(f"{one.path}: {_summary(one)}")
 

@@ -44,6 +44,7 @@ def train_drafters(
     destination: str | Path,
     settings: TrainSettings,
     *,
+    start: str | Path | None = None,
     held_out: str | Path | None = None,
     dtype: Any = None,
     force: bool = False,
@@ -68,6 +69,8 @@ def train_drafters(
         data: Token files, see `specjax distill` and `specjax tokenize`.
         destination: The folder.
         settings: What and how.
+        start: A finished drafter's checkpoint to begin with: an EAGLE-3 drafter, whose head is replaced or trained on, or a draft
+            model with the target's tokenizer, whose head alone is trained. `None` makes new drafters.
         held_out: Token files to evaluate the finished drafters on.
         dtype: Compute dtype, and that of the finished drafters; the target's if `None`.
         force: Replace finished drafters, and an unfinished run of other settings.
@@ -78,7 +81,8 @@ def train_drafters(
         By the variants' names.
 
     Raises:
-        ValueError: Settings that do not fit the target or the data, or an unfinished run of other settings.
+        ValueError: Settings that do not fit the target or the data, an unfinished run of other settings, or a finished drafter that is of
+            another kind, does not fit the target, or is missing where one is needed.
         OSError: A finished drafter exists, or the destination cannot be written.
     """
     destination = Path(destination)
@@ -87,9 +91,9 @@ def train_drafters(
     for path in paths.values():
         # Where there is a state, a drafter may be one of the very run that it is of, which was interrupted while it saved them.
         check_destination(path, force=force or state.exists(), marker=MANIFEST)
-    check_keeps(destination, target, data, *([] if held_out is None else [held_out]))
+    check_keeps(destination, target, data, *(path for path in (start, held_out) if path is not None))
     held_out_batches = None if held_out is None else _held_out(held_out, target, settings)
-    prepared = prepare_training(target, data, settings, dtype=dtype)
+    prepared = prepare_training(target, data, settings, start=start, dtype=dtype)
     result = prepared.run(
         checkpoints=TrainingCheckpoints(state, force=force),
         report_path=destination / REPORTS,

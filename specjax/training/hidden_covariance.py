@@ -1,16 +1,19 @@
-"""Where a target's hidden states go: the mean of `h h^T`, by which low-rank draft heads are fitted."""
+"""Where hidden states go: the mean of `h h^T`, by which low-rank draft heads are fitted; of a target, or of a finished drafter."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from specjax.models.transformer import Transformer
+from specjax.training.target_batch import TargetArrays, TargetBatch
+from specjax.training.tasks.task import TrainingTask
 from specjax.training.train_step import data_mesh, place_batch, replicated, target_step
 
 
@@ -44,6 +47,62 @@ def hidden_covariance(
     if not count:
         raise ValueError("there is no batch to take the hidden states of")
     return total / count
+
+
+def draft_state_covariance(
+    task: TrainingTask,
+    params: Any,
+    target: Transformer,
+    target_params: Any,
+    batches: Iterable[Any],
+    *,
+    feature_layers: tuple[int, ...] = (),
+    mesh: Mesh | None = None,
+) -> np.ndarray:
+    """The same over what the draft heads of a drafter read, at all steps of its chain.
+
+    Args:
+        task: What the drafter computes.
+        params: Its params.
+        target: The target.
+        target_params: Its params.
+        batches: As in `hidden_covariance`.
+        feature_layers: Likewise; those of the task at least.
+        mesh: Likewise.
+
+    Returns:
+        `[D,D]` float64, D the drafter's width.
+
+    Raises:
+        ValueError: There is no batch.
+    """
+    mesh = data_mesh() if mesh is None else mesh
+    target_params, params = jax.device_put((target_params, params), replicated(mesh))
+    arrays, total, count = TargetArrays.of(target.config, target_params), np.zeros(()), 0.0
+    for batch in batches:
+        rows = [place_batch(mesh, part) for part in (batch.tokens, batch.loss_mask)]
+        outputs = target_step(target_params, *rows, target=target, feature_layers=feature_layers, mesh=mesh)
+        moments, positions = _draft_moments(params, arrays, outputs, task=task, mesh=mesh)
+        total = total + np.asarray(moments, np.float64)
+        count += float(positions)
+    if not count:
+        raise ValueError("there is no batch to take the drafter's hidden states of")
+    return total / count
+
+
+@functools.partial(jax.jit, static_argnames=("task", "mesh"))
+def _draft_moments(params: Any, arrays: TargetArrays, batch: TargetBatch, *, task: TrainingTask, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    def share(params: Any, arrays: TargetArrays, batch: TargetBatch) -> tuple[jax.Array, jax.Array]:
+        parts = []
+        for group in task.draft_states(params, arrays, batch):
+            for hidden, ahead in zip(group.hidden, group.ahead, strict=True):
+                # Row t predicts token t + ahead + 1.
+                mask = jnp.pad(batch.loss_mask[:, ahead:], ((0, 0), (0, ahead)))
+                parts.append(_moments(hidden, mask))
+        return jax.lax.psum(jax.tree.map(lambda *sums: sum(sums[1:], start=sums[0]), *parts), mesh.axis_names[0])
+
+    specs = (PartitionSpec(), PartitionSpec(), PartitionSpec(mesh.axis_names[0]))
+    return jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(params, arrays, batch)
 
 
 @jax.jit

@@ -9,7 +9,9 @@ from specjax.training.losses import DraftLoss
 from specjax.training.new_drafters import INITS
 from specjax.training.optimizer import OptimizerConfig
 
-DRAFTERS = ("eagle3", "medusa", "hydra")
+EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
+# A draft model is not made anew: it is a finished one whose head is trained.
+DRAFTERS = (EAGLE3, "medusa", "hydra", DRAFT_MODEL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class TrainSettings:
         positions: Where the loss is taken.
         fc_norm: EAGLE-3: see `new_eagle3`.
         norm_output: EAGLE-3: see `new_eagle3`.
+        head_only: EAGLE-3: train nothing but the draft head of a finished drafter. Of a draft model it is never more.
         seed: Of the random parts of the parameters, and the order of the data.
         report_every: Training steps between reports.
         checkpoint_every: Training steps between checkpoints of the run.
@@ -78,6 +81,7 @@ class TrainSettings:
     positions: LossPositions = LossPositions()
     fc_norm: bool = True
     norm_output: bool = True
+    head_only: bool = False
     seed: int = 0
     report_every: int = 20
     checkpoint_every: int = 1000

@@ -120,7 +120,7 @@ def test_wrong_calls_end_with_one_line_that_says_what_was_expected(target: Path,
     other = write_checkpoint(tmp_path / "other", special_tokens=("<u>", "<x>"))
     cases = [
         ((target, data, tmp_path / "a", "--head", "low_rank:5"), "must divide hidden_size = 16, got 5"),
-        ((target, data, tmp_path / "a", "--drafter", "eagle"), "drafter must be one of eagle3, medusa, hydra, got 'eagle'"),
+        ((target, data, tmp_path / "a", "--drafter", "eagle"), "drafter must be one of eagle3, medusa, hydra, draft_model, got 'eagle'"),
         ((target, data, tmp_path / "a", "--init", "zeros"), "init must be one of"),
         ((target, data, tmp_path / "a", "--head", "full", "--head", "full"), "of different names, got full, full"),
         ((target, data, tmp_path / "a", "--steps", 0), "num_steps must be at least 1, got 0"),

@@ -20,6 +20,8 @@ from specjax.training.target_batch import TargetArrays, TargetBatch, whole_texts
 class DraftModelTask:
     """Params: those of the draft model, with the head's arrays as `draft_head` beside them; these alone are trained.
 
+    Of the pass over the texts nothing is kept but the last hidden states: no gradient goes through the model.
+
     Attributes:
         drafter: The draft model and its head. The model's params may be of any dtype; the head's are trained in float32.
     """
@@ -45,7 +47,8 @@ class DraftModelTask:
     def draft_states(self, params: Any, arrays: TargetArrays, batch: TargetBatch) -> tuple[DraftStates, ...]:
         """See `TrainingTask.draft_states`: one step, since a draft model's later ones are computed from the same kind of state."""
         model, head = self.drafter.model, self.drafter.head
-        body = {name: leaf for name, leaf in params.items() if name != DRAFT_HEAD}
+        body = jax.lax.stop_gradient({name: leaf for name, leaf in params.items() if name != DRAFT_HEAD})
         hidden, _ = whole_texts(model, body, batch.tokens)
         shared_head = TargetArrays.of(model.config, body).lm_head if head.shared else None
-        return (DraftStates(hidden=hidden[None], head_params=params[DRAFT_HEAD], shared_head=shared_head, head=head, ahead=(0,)),)
+        head_params = params.get(DRAFT_HEAD, {})
+        return (DraftStates(hidden=hidden[None], head_params=head_params, shared_head=shared_head, head=head, ahead=(0,)),)

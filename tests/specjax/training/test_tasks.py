@@ -14,6 +14,8 @@ from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHea
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
 from specjax.training import target_batch
+from specjax.training.distillation import distill
+from specjax.training.losses import DraftLoss
 from specjax.training.partition import merge_params, split_params
 from specjax.training.target_batch import TargetArrays, target_outputs
 from specjax.training.tasks import DraftModelTask, Eagle3Task, HeadOnly, HydraTask, MedusaTask
@@ -98,6 +100,27 @@ def test_a_draft_models_states_are_its_own_on_the_same_tokens() -> None:
     np.testing.assert_allclose(group.hidden[0], expected, atol=FLOAT32_TOLERANCE * np.abs(expected).max())
     assert group.ahead == (0,)
     np.testing.assert_array_equal(group.shared_head, params["embedding"])
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.full)], ids=["in groups", "at once"])
+def test_of_a_frozen_draft_model_nothing_is_kept_for_a_backward_pass(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = random_batch()
+    num_heads, num_tokens = tiny_config().num_heads, batch.tokens.shape[1]
+    monkeypatch.setattr(target_batch, "_MAX_SCORE_BYTES", rows * 4 * num_heads * num_tokens**2)
+
+    def residuals(num_layers: int) -> int:
+        model, params = random_model(tiny_config(vocab_size=VOCAB, num_layers=num_layers, hidden_size=16))
+        head = LowRankHead(rank=2)
+        arrays = head.init_params(jax.random.key(0), hidden_size=16, vocab_size=VOCAB, dtype=jnp.float32)
+
+        def loss(arrays: dict) -> jax.Array:
+            states = DraftModelTask(DraftModel(model, head)).draft_states({**params, "draft_head": arrays}, target_arrays(), batch)
+            return distill(DraftLoss(), states, batch, target_arrays().lm_head)[0]
+
+        # What a `vjp` returns as arrays is what it keeps.
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda arrays: jax.vjp(loss, arrays)[1], arrays)))
+
+    assert residuals(1) == residuals(3) > 0
 
 
 def names(tree: dict) -> set[str]:
