@@ -28,7 +28,7 @@ class LossPositions:
     Attributes:
         every: The loss is taken at every k-th position that counts, beginning with another one in each training step. The LM heads' part
             of the time is divided by it.
-        chunk_size: Target positions whose logits are held at once; `[I, chunk_size, V]` float32 for I steps.
+        chunk_size: Target positions whose logits are held at once; `[chunk_size, I, V]` float32 for I steps.
 
     Raises:
         ValueError: Not a positive int.
@@ -162,9 +162,11 @@ def _chunk_loss(
     weights, valid = here(fixed.weights, 1), here(fixed.valid, 1)
     losses, acceptances = [], []
     for head, states, params, shared_head in zip(plan.heads, hidden, head_params, fixed.shared_heads, strict=True):
-        found = [position_losses(plan.loss, target_logits, scores) for scores in head.training_scores(params, states, shared_head)]
-        losses.append(functools.reduce(jnp.add, [one.loss for one in found]))
-        acceptances.append(found[0].acceptance)
+        # [n,I,D]: all steps' scores of a position side by side, so that what they are compared with is read from memory once.
+        scored = head.training_scores(params, jnp.swapaxes(states, 0, 1), shared_head)
+        found = [position_losses(plan.loss, target_logits[:, None], scores) for scores in scored]
+        losses.append(functools.reduce(jnp.add, [one.loss for one in found]).T)
+        acceptances.append(found[0].acceptance.T)
     # Positions that do not count may hold anything.
     loss = jnp.where(valid, jnp.concatenate(losses), 0.0)
     acceptance = jnp.where(valid, jnp.concatenate(acceptances), 0.0)

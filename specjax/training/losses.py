@@ -83,7 +83,8 @@ def position_losses(loss: DraftLoss, target_logits: jax.Array, scores: HeadScore
     target_logits = jax.lax.stop_gradient(target_logits)
     log_total = jax.nn.logsumexp(target_logits, axis=-1, keepdims=True)
     part = _where_scored(target_logits, scores)
-    log_p, log_q = part - log_total, jax.nn.log_softmax(scores.logits, axis=-1)
+    log_p, log_scored = part - log_total, jax.nn.logsumexp(scores.logits, axis=-1, keepdims=True)
+    log_q = scores.logits - log_scored
     lower = jnp.minimum(log_p, log_q)
     if loss.kind == "lk_alpha":
         # Its logarithm, so that it says where to go where p and q hardly meet, and alpha is below what float32 holds.
@@ -91,7 +92,7 @@ def position_losses(loss: DraftLoss, target_logits: jax.Array, scores: HeadScore
         return PositionLosses(loss=-log_alpha, acceptance=jax.lax.stop_gradient(jnp.exp(log_alpha)))
     alpha = jnp.exp(lower).sum(axis=-1)
     acceptance = jax.lax.stop_gradient(alpha)
-    divergence = _kl(log_p if scores.token_ids is None else jax.nn.log_softmax(part, axis=-1), log_q)
+    divergence = _kl(log_p if scores.token_ids is None else jax.nn.log_softmax(part, axis=-1), scores.logits, log_scored)
     if loss.kind == "forward_kl":
         return PositionLosses(loss=divergence, acceptance=acceptance)
     share = jnp.exp(-loss.eta * acceptance)
@@ -109,8 +110,14 @@ def _where_scored(target_logits: jax.Array, scores: HeadScores) -> jax.Array:
     return jnp.take_along_axis(jnp.broadcast_to(target_logits, (*shape, target_logits.shape[-1])), ids, axis=-1)
 
 
-def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    """Sum over the last axis of `p (log p - log q)`; a token that p excludes adds nothing."""
+def _kl(log_p: jax.Array, logits: jax.Array, log_total: jax.Array) -> jax.Array:
+    """Sum over the last axis of `p (log p - log q)`; a token that p excludes adds nothing.
+
+    With q = softmax(logits) its gradient is q - p, because p sums to 1. Derived from the sum itself it would be q sum(p) - p, and sum(p)
+    one more pass over all of p.
+    """
     possible = log_p > -jnp.inf
     log_p = jnp.where(possible, log_p, 0.0)
-    return jnp.where(possible, jnp.exp(log_p) * (log_p - log_q), 0.0).sum(axis=-1)
+    log_q = logits - jax.lax.stop_gradient(log_total)
+    value = jnp.where(possible, jnp.exp(log_p) * (log_p - log_q), 0.0).sum(axis=-1)
+    return value + (log_total - jax.lax.stop_gradient(log_total))[..., 0]
