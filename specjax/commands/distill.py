@@ -23,7 +23,8 @@ from specjax.commands.token_data import origin, summary, token_progress, tokeniz
 from specjax.training.chat_template import ChatTemplateError, chat_format, encode_prompt
 from specjax.training.records import messages_of, prompt_of, read_records
 from specjax.training.sample_dialogues import DialogueConfig, answer_prompts, check_window, sample_dialogues
-from specjax.training.token_files import MANIFEST, TokenManifest, TokenSequence, read_token_manifest, tokenizer_fingerprint
+from specjax.training.token_files import TokenSequence, tokenizer_fingerprint
+from specjax.training.token_manifest import MANIFEST, TokenManifest, read_token_manifest
 from specjax.training.token_writer import TokenWriter, writing_token_files
 
 

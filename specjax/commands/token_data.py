@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specjax.checkpoints.store import Checkpoint
-from specjax.training.token_files import TokenManifest
+from specjax.training.token_manifest import TokenManifest
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from specjax.checkpoints.store import abstract_checkpoint
 from specjax.commands.token_data import origin, summary, token_progress, tokenizer_and_ends
 from specjax.training.chat_template import ChatTemplateError, encode_chat
 from specjax.training.records import messages_of, read_documents, read_records
-from specjax.training.token_files import MANIFEST, TokenManifest, TokenSequence, read_token_manifest, tokenizer_fingerprint
+from specjax.training.token_files import TokenSequence, tokenizer_fingerprint
+from specjax.training.token_manifest import MANIFEST, TokenManifest, read_token_manifest
 from specjax.training.token_writer import writing_token_files
 from specjax.training.tokenize_text import chunk_document
 

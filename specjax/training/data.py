@@ -1,7 +1,9 @@
 """Batches of fixed shape from token files, shuffled and resumable. Grain: https://github.com/google/grain.
 
-Every row is one sequence, or a piece of one, padded on the right. Sequences are not packed into rows: the target's pass over a row has one
-causal mask, through which a document would attend to the ones before it. Nor are they sorted by length.
+Every row is one sequence, or a piece of one, padded on the right; or, packed, as many sequences one behind the other as fill it. Packed
+rows waste nothing on padding, and show a drafter distances longer than one dialogue. But a pass over a row has one causal mask, through
+which a dialogue attends to those before it: what the target predicts there is still what the drafter learns, though not quite what it
+predicts of the dialogue alone.
 
 The pipeline is stateless: which rows batch n holds follows from the seed and n alone. So the state of an iterator is n, and going on from
 it gives the very same batches.
@@ -47,6 +49,8 @@ class DataConfig:
         sequence_length: T.
         long_sequences: Those beyond T tokens: `"cut"` drops what is behind, `"split"` makes further rows of it. A further row starts at
             position 0, without what came before it.
+        packed: Rows hold several sequences, whole but for what does not fit at a row's end, which is dropped. Which ones stand together
+            follows from the seed, and stays so in every epoch.
         shuffle: In another order each epoch; otherwise in that of the files.
         seed: Of the shuffle, 0 to 2^32 - 1.
         num_epochs: How often the rows come; `None` never ends. An epoch does not end a batch, which may hold rows of two: no row is left
@@ -59,6 +63,7 @@ class DataConfig:
     batch_size: int
     sequence_length: int
     long_sequences: str = "cut"
+    packed: bool = False
     shuffle: bool = True
     seed: int = 0
     num_epochs: int | None = None
@@ -73,6 +78,8 @@ class DataConfig:
             raise ValueError(f"DataConfig.seed must be below 2^32, got {self.seed}")
         if self.long_sequences not in LONG_SEQUENCES:
             raise ValueError(f"DataConfig.long_sequences must be one of {LONG_SEQUENCES}, got {self.long_sequences!r}")
+        if self.packed and self.long_sequences != "cut":
+            raise ValueError(f'packed rows cut what is too long: DataConfig.long_sequences must be "cut", got {self.long_sequences!r}')
 
 
 class TokenBatches:
@@ -92,6 +99,7 @@ class TokenBatches:
             state means, do not depend on the number of hosts.
 
     Attributes:
+        sequence_length: T.
         num_rows: Rows an epoch. Pieces in which the loss counts nowhere are left out.
         num_batches: How many batches there are; `None` without end.
 
@@ -102,13 +110,18 @@ class TokenBatches:
     def __init__(self, files: TokenFiles, config: DataConfig, *, host: int = 0, num_hosts: int = 1) -> None:
         if not 0 <= host < num_hosts or config.batch_size % num_hosts:
             raise ValueError(f"a batch of {config.batch_size} rows must be shared evenly by hosts 0 to {num_hosts - 1}, host is {host}")
-        rows = _Rows(files, config.sequence_length, split=config.long_sequences == "split")
+        rows: _Rows | _PackedRows
+        if config.packed:
+            rows = _PackedRows(files, config.sequence_length, seed=config.seed)
+        else:
+            rows = _Rows(files, config.sequence_length, split=config.long_sequences == "split")
         self.num_rows = len(rows)
         if self.num_rows < config.batch_size:
             raise ValueError(
-                f"{files.path} has {self.num_rows} rows of up to {config.sequence_length} tokens in which the loss counts somewhere, "
+                f"{files.name} has {self.num_rows} rows of up to {config.sequence_length} tokens in which the loss counts somewhere, "
                 f"fewer than a batch of {config.batch_size}"
             )
+        self.sequence_length = config.sequence_length
         self.num_batches = None if config.num_epochs is None else config.num_epochs * self.num_rows // config.batch_size
         dataset = grain.MapDataset.source(rows)
         dataset = dataset.shuffle(seed=config.seed) if config.shuffle else dataset
@@ -168,7 +181,45 @@ class _Rows:
         return {"tokens": tokens, "loss_mask": loss_mask}
 
     def __repr__(self) -> str:
-        return f"rows of {self._files.path}"
+        return f"rows of {self._files.name}"
+
+
+class _PackedRows:
+    """Grain's source: rows of several sequences each."""
+
+    def __init__(self, files: TokenFiles, length: int, *, seed: int) -> None:
+        self._files, self._length = files, length
+        stop = np.cumsum(files.lengths)
+        start = stop - files.lengths
+        taken = np.minimum(files.lengths, length)
+        usable = np.flatnonzero(_has_loss(files, start, start + taken))
+        self._order = np.random.default_rng(seed).permutation(usable)
+        # The number of each row's first sequence in that order. A row ends with the sequence that fills it.
+        ends = np.cumsum(taken[self._order])
+        firsts, filled = [0], 0
+        while (last := int(np.searchsorted(ends, filled + length))) < len(ends):
+            firsts.append(last + 1)
+            filled = int(ends[last])
+        # What is left at the end fills no row.
+        self._firsts = np.array(firsts)
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens, loss_mask = np.zeros(self._length, np.int32), np.zeros(self._length, bool)
+        at = 0
+        for number in range(*self._firsts[index : index + 2]):
+            sequence = self._files[int(self._order[number])]
+            piece = slice(at, min(at + len(sequence.tokens), self._length))
+            size = piece.stop - at
+            tokens[piece], loss_mask[piece] = sequence.tokens[:size], sequence.loss_mask[:size]
+            loss_mask[at] = False  # nothing predicts it: what stands before it is another text
+            at = piece.stop
+        return {"tokens": tokens, "loss_mask": loss_mask}
+
+    def __repr__(self) -> str:
+        return f"packed rows of {self._files.name}"
 
 
 def _has_loss(files: TokenFiles, start: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -29,12 +29,12 @@ def count_tokens(files: TokenFiles, vocab_size: int) -> np.ndarray:
         ValueError: `vocab_size` is smaller than the files', or a file holds an id outside its vocabulary.
     """
     if vocab_size < files.manifest.vocab_size:
-        raise ValueError(f"vocab_size must be at least that of {files.path}, {files.manifest.vocab_size}, got {vocab_size}")
+        raise ValueError(f"vocab_size must be at least that of {files.name}, {files.manifest.vocab_size}, got {vocab_size}")
     counts = np.zeros(vocab_size, np.int64)
     for number, shard in enumerate(files.shards()):
         found = np.bincount(shard.tokens[shard.loss_mask], minlength=vocab_size)
         if len(found) > vocab_size:
-            raise ValueError(f"{files.path}, shard {number}: ids should be below {vocab_size}, got {len(found) - 1}")
+            raise ValueError(f"{files.name}, shard {number}: ids should be below {vocab_size}, got {len(found) - 1}")
         counts += found
     return counts
 

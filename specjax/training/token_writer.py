@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from specjax.atomic import atomic_folder
-from specjax.training.token_files import FORMAT_VERSION, MANIFEST, PARTS, Shard, TokenManifest, TokenSequence, file_name, token_dtype
+from specjax.training.token_files import PARTS, TokenSequence, file_name, token_dtype
+from specjax.training.token_manifest import FORMAT_VERSION, MANIFEST, Shard, TokenManifest
 
 # 8 or 16 MB of ids: what is held in memory, and at most what an interruption loses.
 MAX_SHARD_TOKENS = 1 << 22

@@ -101,7 +101,7 @@ def test_a_restored_state_gives_the_same_batches(files: TokenFiles, at: int) -> 
     take(straight, at)
     state = json.dumps(straight.get_state())
     rest = take(straight, 12)  # across the end of an epoch
-    again = TokenBatches(TokenFiles(files.path), config())
+    again = TokenBatches(TokenFiles(*files.paths), config())
     again.set_state(json.loads(state))
     assert_equal(take(again, 12), rest)
     straight.set_state(json.loads(state))
@@ -153,3 +153,38 @@ def test_a_dataset_smaller_than_a_batch_is_refused(files: TokenFiles) -> None:
 def test_a_config_checks_itself(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("^", r"\^")):
         config(**changes)
+
+
+def test_packed_rows_hold_whole_sequences_and_every_usable_one_but_the_last(
+    files: TokenFiles, sequences: list[TokenSequence]
+) -> None:
+    length = 20
+    batches = TokenBatches(files, config(packed=True, sequence_length=length, batch_size=2, num_epochs=1))
+    usable = {int(one.tokens[0]): one for one in sequences if one.loss_mask[1:length].any()}
+    found = []
+    for tokens, mask in rows_of(take(batches, batches.num_batches or 0)):
+        at = 0
+        while at < length:
+            one = usable[tokens[at]]
+            size = min(len(one.tokens), length - at)
+            assert tokens[at : at + size] == one.tokens[:size].tolist()
+            # Nothing predicts a text's first token, whatever the mask says of it.
+            assert mask[at : at + size] == [False, *one.loss_mask[1:size].tolist()]
+            found.append(tokens[at])
+            at += size
+    assert len(found) == len(set(found))
+    # One odd row at most for want of a batch, and what fills no row.
+    left = sum(len(one.tokens) for index, one in usable.items() if index not in found)
+    assert left < 3 * length
+
+
+def test_packed_rows_are_the_same_in_every_run_and_others_with_another_seed(files: TokenFiles) -> None:
+    first, second, other = (TokenBatches(files, config(packed=True, sequence_length=20, batch_size=2, seed=seed)) for seed in (3, 3, 4))
+    taken = take(first, 5)
+    assert_equal(taken, take(second, 5))
+    assert rows_of(taken) != rows_of(take(other, 5))
+
+
+def test_packed_rows_are_not_split() -> None:
+    with pytest.raises(ValueError, match="packed rows cut what is too long: DataConfig.long_sequences must be \"cut\", got 'split'"):
+        config(packed=True, long_sequences="split")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from specjax.training.token_counts import count_tokens, share_outside
-from specjax.training.token_files import MANIFEST, TokenFiles, TokenSequence, read_token_manifest, tokenizer_fingerprint
+from specjax.training.token_files import TokenFiles, TokenSequence, tokenizer_fingerprint
+from specjax.training.token_manifest import MANIFEST, read_token_manifest
 from specjax.training.token_writer import writing_token_files
 
 V = 100
@@ -283,3 +284,22 @@ def test_the_fingerprint_of_a_tokenizer_changes_with_its_ids() -> None:
     one, same, other = ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})
     prints = [tokenizer_fingerprint(SimpleNamespace(get_vocab=lambda ids=ids: ids)) for ids in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_several_folders_are_read_as_one(tmp_path: Path) -> None:
+    first, second = random_sequences(9), random_sequences(7, seed=1)
+    write(tmp_path / "a", first), write(tmp_path / "b", second)
+    both = TokenFiles(tmp_path / "a", tmp_path / "b")
+    both.verify()
+    assert_same(both, [*first, *second])
+    assert both.manifest.made == {"kind": "mixed", "parts": [{"kind": "text", "names": ["a"]}] * 2}
+    assert both.manifest.num_tokens == sum(len(one.tokens) for one in [*first, *second]) == int(both.lengths.sum())
+    assert [shard.tokens.size for shard in both.shards()] == [shard.num_tokens for shard in both.manifest.shards]
+
+
+def test_folders_of_different_tokenizers_are_not_one(tmp_path: Path) -> None:
+    write(tmp_path / "a", random_sequences(3)), write(tmp_path / "b", random_sequences(3), tokenizer="xyz")
+    with pytest.raises(ValueError, match="b was made with another tokenizer than .*a: expected abc, got xyz"):
+        TokenFiles(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ValueError, match="token files are in folders, none is named"):
+        TokenFiles()
