@@ -50,6 +50,10 @@ class TrainingCheckpoints:
         require_size("TrainingCheckpoints.keep", keep)
         self._folder, self._keep, self._force = Path(folder), keep, force
 
+    def will_restore(self) -> bool:
+        """Whether `restore` returns states, or raises: there are some, and they are not to be replaced."""
+        return not self._force and bool(self._found())
+
     def restore(self, states: Mapping[str, Any], description: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """The latest states, and the progress that was saved with them; `None` if there are none.
 

@@ -7,7 +7,7 @@ Result: none on record yet
 
 Drafters are trained side by side on one stream of the target's features. At every evaluation each of them drafts for the target on real
 prompts, greedily, through `speculative_generate`: `mean_acceptance_length` is what it delivers, the bonus included. What the training
-itself expects of sampled drafts stands beside it, as `expected_acceptance_length`.
+itself expects of sampled drafts stands beside it, as `expected_acceptance_length`. `max_seconds` is for the training steps alone.
 
 A variant is HEAD, HEAD@INIT or HEAD@INIT@LOSS, as in `low_rank:8@svd@lk_lambda`. Finished drafters are left in `out`, a checkpoint each.
 """
@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import queue
 import shutil
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,14 +38,12 @@ from specjax import GenerateConfig
 from specjax.capacity import bucket
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint
-from specjax.checkpoints.training_run import TrainingCheckpoints
 from specjax.commands.prepare_training import PreparedTraining, outcome, prepare_training
-from specjax.commands.train_drafters import REPORTS, STATE_FOLDER
+from specjax.commands.train_drafters import REPORTS, STATE_FOLDER, run_checkpoints
 from specjax.training.distillation import LossPositions
 from specjax.training.losses import DraftLoss
 from specjax.training.metrics import Report
 from specjax.training.optimizer import OptimizerConfig
-from specjax.training.partition import merge_params, split_params
 from specjax.training.settings import TrainSettings, Variant
 
 
@@ -59,10 +59,11 @@ class Config:
         start: A finished drafter's checkpoint to begin with, see `train_drafters`.
         head_only: Train nothing but its draft head.
         variants: HEAD, HEAD@INIT or HEAD@INIT@LOSS.
-        steps: Training steps.
+        steps: Training steps; with `max_seconds` the most, or `none`.
+        max_seconds: Time for them, without compiling and evaluations.
         evaluations: How often the drafters draft for the target on the way, the end included.
         batch_size: Sequences a training step.
-        sequence_length: T.
+        sequence_length: T; `none` is that of the longest sequence, up to 1,024.
         chain: Draft steps that are trained.
         learning_rate: The highest.
         warmup_steps: Steps over which it rises.
@@ -80,6 +81,7 @@ class Config:
         seed: Of parameters and data.
         dtype: Compute dtype.
         implementation: Attention implementation of the decoding.
+        checkpoint_every: Steps between checkpoints of the run, from which the same command goes on; `none` makes none.
         compile_threads: Programs to compile at a time.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
@@ -91,10 +93,11 @@ class Config:
     start: str = path_field("")
     head_only: bool = TrainSettings.head_only
     variants: tuple[str, ...] = ("low_rank:8",)
-    steps: int = 1000
+    steps: int | None = 1000
+    max_seconds: float | None = None
     evaluations: int = 5
     batch_size: int = 64
-    sequence_length: int = 1024
+    sequence_length: int | None = None
     chain: int = 5
     learning_rate: float = OptimizerConfig.learning_rate
     warmup_steps: int = OptimizerConfig.warmup_steps
@@ -112,6 +115,7 @@ class Config:
     seed: int = 0
     dtype: str = "bfloat16"
     implementation: str = "auto"
+    checkpoint_every: int | None = None
     compile_threads: int = 8
     cache_dir: str | None = local_field()
 
@@ -130,6 +134,7 @@ class Config:
             drafter=self.drafter,
             variants=tuple(self.variant(word) for word in self.variants),
             num_steps=self.steps,
+            max_seconds=self.max_seconds,
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
             chain=self.chain,
@@ -139,7 +144,8 @@ class Config:
             norm_output=self.norm_output,
             head_only=self.head_only,
             seed=self.seed,
-            checkpoint_every=max(-(-self.steps // self.evaluations), 1),
+            checkpoint_every=self.checkpoint_every,
+            compile_threads=self.compile_threads,
         )
 
 
@@ -148,41 +154,70 @@ def run(config: Config) -> Iterator[dict]:
     for key in ("target", "data", "out", "data_dir"):
         if not getattr(config, key):
             raise ExperimentError(f"train_drafter needs {key}=PATH")
-    if config.steps < 1 or config.evaluations < 1:
-        raise ExperimentError(f"steps and evaluations must be at least 1, got {config.steps} and {config.evaluations}")
+    if config.evaluations < 1 or (config.steps is None and config.max_seconds is None):
+        raise ExperimentError(f"there must be evaluations, and steps or max_seconds, got {config.evaluations} and none")
     assert config.out is not None
+    out = Path(config.out).expanduser()
     try:
         settings = config.settings()
+        checkpoints = run_checkpoints(out / STATE_FOLDER, settings, force=False)
+        resumed = checkpoints is not None and checkpoints.will_restore()
         path = converted(Path(config.target).expanduser(), dtype=config.dtype, cache_dir=config.cache_dir)
         start = None
         if config.start:
             start = converted(Path(config.start).expanduser(), dtype=config.dtype, cache_dir=config.cache_dir, target=path)
-        prepared = prepare_training(path, config.data, settings, start=start, dtype=jnp.dtype(config.dtype))
+        prepared = prepare_training(path, config.data, settings, start=start, dtype=jnp.dtype(config.dtype), resumed=resumed)
     except ValueError as error:
         raise ExperimentError(str(error)) from error
-    checkpoint, out = prepared.target, Path(config.out).expanduser()
+    print(prepared.describe_data(), file=sys.stderr)
+    checkpoint = prepared.target
     model = checkpoint.model.clone(attention_implementation=config.implementation)
     target = Model(prepared.target_name, model, checkpoint.params, stored_as(checkpoint.metadata, config.dtype), checkpoint, path)
     rows: queue.Queue[dict | None] = queue.Queue()
-    evaluator = Evaluator(config, target, prepared)
-    checkpoints = _Evaluating(TrainingCheckpoints(out / STATE_FOLDER), evaluator, rows)
+    evaluator, means, stop = Evaluator(config, target, prepared), {}, threading.Event()
+
+    def go_on() -> None:
+        if stop.is_set():
+            raise _Stopped
+
+    def evaluate(params: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
+        for row in evaluator(params, reports):
+            go_on()
+            rows.put(row)
+            if row["dataset"] == "mean":
+                means[row["variant"]] = row
 
     def work() -> None:
         # In a thread of its own, so that rows are recorded while the training goes on.
         try:
-            result = prepared.run(checkpoints=checkpoints, report_path=out / REPORTS, show_progress=True)
+            result = prepared.run(
+                evaluations=config.evaluations,
+                on_evaluation=evaluate,
+                before_step=go_on,
+                checkpoints=checkpoints,
+                report_path=out / REPORTS,
+                show_progress=True,
+            )
             for name, params in result.params.items():
-                record = outcome(result.reports[name], None) | {"evaluation": checkpoints.means[name]}
+                record = outcome(result.reports[name], None) | {"evaluation": means[name]}
                 prepared.save(name, out / name, params, record, force=True)
-            shutil.rmtree(out / STATE_FOLDER)
+            shutil.rmtree(out / STATE_FOLDER, ignore_errors=True)
         finally:
             rows.put(None)
 
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(work)
-        while (row := rows.get()) is not None:
-            yield row
+        try:
+            while (row := rows.get()) is not None:
+                yield row
+        finally:
+            # Interrupted, or nobody wants further rows: then the training ends before its next step.
+            stop.set()
         training.result()
+
+
+class _Stopped(Exception):
+    """Ends the training's thread."""
 
 
 class Evaluator:
@@ -196,7 +231,7 @@ class Evaluator:
         texts = {name: load_prompts(config.data_dir, name, config.prompts_per_set) for name in config.sets}
         self._prompts = {name: encode(tokenizer, rows, chat_template=config.chat_template) for name, rows in texts.items()}
 
-    def __call__(self, params: Mapping[str, Any], reports: Mapping[str, Report]) -> list[dict]:
+    def __call__(self, params: Mapping[str, Any], reports: Mapping[str, Report]) -> Iterator[dict]:
         """Decodes every set with every drafter.
 
         Args:
@@ -227,15 +262,15 @@ class Evaluator:
 
         with ThreadPoolExecutor(config.compile_threads) as pool:
             decoders = dict(zip(params, pool.map(decoder, params), strict=True))
-        rows = []
         for name, decode in decoders.items():
             mine = []
             for dataset, prompts in self._prompts.items():
                 counts = decode(prompts).statistics.summary()
-                mine.append(self._row(name, reports[name]) | {"dataset": dataset, "prompts": len(prompts)} | _kept(counts))
+                row = self._row(name, reports[name]) | {"dataset": dataset, "prompts": len(prompts)} | _kept(counts)
+                mine.append(row)
+                yield row
             means = {key: np.mean([row[key] for row in mine], axis=0).tolist() for key in _kept(mine[0])}
-            rows += [*mine, self._row(name, reports[name]) | {"dataset": "mean", "prompts": sum(row["prompts"] for row in mine)} | means]
-        return rows
+            yield self._row(name, reports[name]) | {"dataset": "mean", "prompts": sum(row["prompts"] for row in mine)} | means
 
     def _row(self, name: str, report: Report) -> dict:
         config = self._config
@@ -259,35 +294,6 @@ class Evaluator:
             "num_speculative_tokens": config.num_speculative_tokens,
             "temperature": 0.0,
         }
-
-
-class _Evaluating:
-    """Checkpoints of a run, each of which is evaluated when it is saved."""
-
-    def __init__(self, inner: TrainingCheckpoints, evaluator: Evaluator, rows: queue.Queue) -> None:
-        self._inner, self._evaluator, self._rows = inner, evaluator, rows
-        self.means: dict[str, dict] = {}
-
-    def restore(self, states: Mapping[str, Any], description: Mapping[str, Any]) -> Any:
-        restored = self._inner.restore(states, description)
-        if restored is not None:
-            self._evaluate(*restored)  # it may be what was interrupted
-        return restored
-
-    def save(self, states: Mapping[str, Any], progress: Mapping[str, Any], description: Mapping[str, Any]) -> None:
-        self._inner.save(states, progress, description)
-        self._evaluate(states, progress)
-
-    def _evaluate(self, states: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        prepared, params = self._evaluator.prepared, {}
-        for name, training in prepared.drafters.items():
-            _, fixed = split_params(prepared.params[name], training.task.is_trained)
-            params[name] = merge_params(states[name].trained, fixed)
-        reports = {name: Report.from_json(values) for name, values in progress["reports"].items()}
-        for row in self._evaluator(params, reports):
-            self._rows.put(row)
-            if row["dataset"] == "mean":
-                self.means[row["variant"]] = row
 
 
 def _kept(counts: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, load_checkpoint, save_checkpoint
@@ -25,7 +26,7 @@ from specjax.commands.finished_drafter import (
 from specjax.commands.token_data import origin, tokenizer_and_ends
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
-from specjax.drafting.heads import DraftHead, TrimmedHead
+from specjax.drafting.heads import DraftHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.heads.from_full_head import frequent_tokens
 from specjax.drafting.heads.named_head import named_head
 from specjax.drafting.medusa import Medusa
@@ -34,6 +35,7 @@ from specjax.training.evaluate import Evaluation
 from specjax.training.hidden_covariance import hidden_covariance
 from specjax.training.metrics import Report
 from specjax.training.new_drafters import HeadStart, initial_params, new_eagle3, new_hydra, new_medusa
+from specjax.training.partition import merge_params, split_params
 from specjax.training.settings import DRAFT_MODEL, TrainSettings
 from specjax.training.target_batch import TargetArrays
 from specjax.training.tasks.eagle3_task import Eagle3Task
@@ -42,11 +44,14 @@ from specjax.training.tasks.medusa_task import MedusaTask
 from specjax.training.tasks.task import TrainingTask
 from specjax.training.token_counts import count_tokens
 from specjax.training.token_files import TokenFiles, tokenizer_fingerprint
+from specjax.training.train_config import TrainConfig
 from specjax.training.train_step import DrafterTraining, union_of_feature_layers
-from specjax.training.trainer import TrainConfig, TrainResult, train
+from specjax.training.trainer import TrainResult, train
 
 # Batches from which the covariance of the target's hidden states is taken.
 _COVARIANCE_BATCHES = 4
+# Lengths of sequences that are chosen: multiples of the one, up to the other.
+_LENGTH_STEP, _LONGEST = 64, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +59,16 @@ class PreparedTraining:
     """All that a training run needs, loaded and checked.
 
     Attributes:
-        settings: What to train.
+        settings: What to train, the length of sequences settled.
         target: Checkpoint of the target.
         target_name: What it is called.
         target_identity: What tells its weights from others.
         files: What to train on.
         batches: From them.
-        num_steps: Of the run.
+        num_steps: Of the run; `None` where it has a time instead.
         networks: The drafters by the variants' names.
         drafters: By the same names, how each is trained.
-        params: By the same names, what each begins with.
+        params: By the same names, what each begins with; of a run that goes on, the trained ones are shapes.
         finished: Checkpoint of the drafter that they are made from, without its weights; `None` if they are new.
     """
 
@@ -73,19 +78,33 @@ class PreparedTraining:
     target_identity: str
     files: TokenFiles
     batches: TokenBatches
-    num_steps: int
+    num_steps: int | None
     networks: dict[str, Any]
     drafters: dict[str, DrafterTraining]
     params: dict[str, Any]
     finished: Checkpoint | None = None
 
-    def run(self, **options: Any) -> TrainResult:
-        """Calls `train`, whose other arguments are options."""
+    def run(self, *, evaluations: int = 0, **options: Any) -> TrainResult:
+        """Calls `train`, whose other arguments are options.
+
+        Args:
+            evaluations: How often `on_evaluation` is called.
+            **options: See `train`.
+        """
         config = TrainConfig(
-            num_steps=self.num_steps, report_every=self.settings.report_every, checkpoint_every=self.settings.checkpoint_every
+            num_steps=self.num_steps,
+            evaluations=evaluations,
+            **{name: getattr(self.settings, name) for name in ("max_seconds", "report_every", "checkpoint_every", "compile_threads")},
         )
         target, identity = self.target, self.target_identity
         return train(config, target.model, target.params, self.drafters, self.params, self.batches, target_identity=identity, **options)
+
+    def describe_data(self) -> str:
+        """One line for people: the shape of batches, and how much of them is padding."""
+        length = self.batches.sequence_length
+        padding = 1 - np.minimum(self.files.lengths, length).mean() / length
+        cut = (self.files.lengths > length).mean()
+        return f"rows of {length} positions, of which {padding:.0%} are padding" + (f"; {cut:.0%} of the sequences are cut" if cut else "")
 
     def save(self, name: str, path: Path, params: Any, record: Mapping[str, Any], *, force: bool) -> None:
         """Saves a drafter as a checkpoint that remembers its training, parameters in the compute dtype.
@@ -103,7 +122,7 @@ class PreparedTraining:
         made = {key: value for key, value in manifest.made.items() if value not in (None, [], ())}
         totals = {key: getattr(manifest, key) for key in ("num_sequences", "num_tokens", "num_loss_tokens")}
         variant = next(variant for variant in self.settings.variants if variant.name == name)
-        settings = dataclasses.asdict(self.settings) | {"variants": [dataclasses.asdict(variant)], "num_steps": self.num_steps}
+        settings = dataclasses.asdict(self.settings) | {"variants": [dataclasses.asdict(variant)]}
         metadata = {
             "source": f"{self.target_name}-{self.settings.drafter}-{name}",
             "source_format": "specjax train",
@@ -117,9 +136,24 @@ class PreparedTraining:
 
 
 def prepare_training(
-    target: str | Path, data: str | Path, settings: TrainSettings, *, start: str | Path | None = None, dtype: Any = None
+    target: str | Path,
+    data: str | Path,
+    settings: TrainSettings,
+    *,
+    start: str | Path | None = None,
+    dtype: Any = None,
+    resumed: bool = False,
 ) -> PreparedTraining:
-    """Loads a target, opens token files and makes new drafters. Arguments and errors as those of `train_drafters`."""
+    """Loads a target, opens token files and makes new drafters. Other arguments and errors as those of `train_drafters`.
+
+    Args:
+        target: See `train_drafters`.
+        data: Likewise.
+        settings: Likewise.
+        start: Likewise.
+        dtype: Likewise.
+        resumed: The run goes on from a checkpoint, which has the trained parameters: none are made.
+    """
     config = read_transformer_config(target)
     abstract = abstract_checkpoint(target, dtype=dtype)
     if start is None and (settings.head_only or settings.drafter == DRAFT_MODEL):
@@ -130,6 +164,7 @@ def prepare_training(
     heads = {variant.name: named_head(variant.head, hidden_size=width, vocab_size=config.vocab_size) for variant in settings.variants}
     tokenizer, ends = tokenizer_and_ends(abstract)
     files = open_token_files(data, tokenizer)
+    settings = with_sequence_length(settings, files)
     config_of_data = data_config(settings)
     batches = TokenBatches(files, config_of_data, host=jax.process_index(), num_hosts=jax.process_count())
     networks = {
@@ -150,7 +185,8 @@ def prepare_training(
     checkpoint = load_checkpoint(target, dtype=dtype)
     loaded = None if start is None else load_checkpoint(start, dtype=abstract.model.dtype)
     covariance = None
-    if any(variant.init == "weighted_svd" for variant in settings.variants):
+    weighted = [heads[variant.name] for variant in settings.variants if variant.init == "weighted_svd"]
+    if not resumed and any(isinstance(head, LowRankHead | ScreenedHead) for head in weighted):
         some = itertools.islice(TokenBatches(files, config_of_data), _COVARIANCE_BATCHES)
         layers = union_of_feature_layers(drafters)
         if loaded is None:
@@ -164,10 +200,14 @@ def prepare_training(
     arrays, params = TargetArrays.of(config, checkpoint.params), {}
     lm_head = arrays.lm_head if loaded is None else full_head_of(loaded.model, loaded.params, arrays)
     norm_scale = checkpoint.params["final_norm"]["scale"]
+    made: dict[tuple[str, str], Any] = {}
     for variant in settings.variants:
-        head_start = None
+        head_start, init = None, "random" if resumed else variant.init
+        if (variant.head, init) in made:
+            params[variant.name] = made[variant.head, init]
+            continue
         if lm_head is not None:
-            options: dict[str, Any] = dict(init=variant.init, covariance=covariance, token_ids=token_ids)
+            options: dict[str, Any] = dict(init=init, covariance=covariance, token_ids=token_ids)
             head_start = HeadStart(lm_head=lm_head, norm_scale=norm_scale, **options)
         # One key for all: drafters that differ in their heads begin with the same body.
         rng = jax.random.key(settings.seed)
@@ -176,6 +216,9 @@ def prepare_training(
         else:
             assert head_start is not None
             params[variant.name] = initial_params(networks[variant.name], head_start, rng)
+        made[variant.head, init] = params[variant.name]
+    if resumed:
+        params = {name: _trained_as_shapes(params[name], training.task) for name, training in drafters.items()}
     identities = [origin(path, one)["target_digest"] for path, one in ((target, checkpoint), (start, loaded)) if path and one]
     return PreparedTraining(
         settings=settings,
@@ -184,7 +227,7 @@ def prepare_training(
         target_name=(checkpoint.metadata.get("source") or Path(target).resolve().name).removesuffix(".gguf"),
         files=files,
         batches=batches,
-        num_steps=settings.num_steps or max(settings.num_epochs * batches.num_rows // settings.batch_size, 1),
+        num_steps=settings.num_steps or (None if settings.max_seconds else _steps_of_epochs(settings, batches)),
         networks=networks,
         drafters=drafters,
         params=params,
@@ -205,9 +248,27 @@ def open_token_files(path: str | Path, tokenizer: Any) -> TokenFiles:
     return files
 
 
+def with_sequence_length(settings: TrainSettings, files: TokenFiles) -> TrainSettings:
+    """The settings with a length of sequences: their own, or what the longest of the files needs."""
+    if settings.sequence_length is not None:
+        return settings
+    longest = -(-int(files.lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP
+    return dataclasses.replace(settings, sequence_length=min(longest, _LONGEST))
+
+
 def data_config(settings: TrainSettings) -> DataConfig:
     """Batches as these settings have them."""
+    assert settings.sequence_length is not None, "see with_sequence_length"
     return DataConfig(batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=settings.seed)
+
+
+def _steps_of_epochs(settings: TrainSettings, batches: TokenBatches) -> int:
+    return max(settings.num_epochs * batches.num_rows // settings.batch_size, 1)
+
+
+def _trained_as_shapes(params: Any, task: TrainingTask) -> Any:
+    trained, fixed = split_params(params, task.is_trained)
+    return merge_params(jax.eval_shape(lambda: trained), fixed)
 
 
 def _network(target: ModelConfig, head: DraftHead, settings: TrainSettings, dtype: Any) -> Any:
@@ -226,7 +287,7 @@ def _task(network: Any, settings: TrainSettings) -> TrainingTask:
 def outcome(report: Report, evaluation: Evaluation | None) -> dict[str, Any]:
     """What a checkpoint remembers of how its training went, JSON values."""
     kept = ("loss", "acceptance", "acceptance_length", "positions", "loss_tokens")
-    record = {"last_report": {name: getattr(report, name) for name in kept}}
+    record = {"num_steps": report.step, "last_report": {name: getattr(report, name) for name in kept}}
     if evaluation is not None:
         record["held_out"] = dataclasses.asdict(evaluation) | {"acceptance_length": evaluation.acceptance_length}
     return record

@@ -24,12 +24,17 @@ def train_command(
     destination: Annotated[Path, typer.Argument(help="The folder for the drafters' checkpoints and the state of the run.")],
     drafter: Annotated[str, typer.Option(help=f"One of {', '.join(DRAFTERS)}.")] = TrainSettings.drafter,
     head: Annotated[list[str] | None, typer.Option(help=f"{HEAD_NAMES}. Several are trained side by side. Default: low_rank:8.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps. Default: what --epochs comes to.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps. Default: what --max-seconds or --epochs comes to.")] = None,
+    max_seconds: Annotated[
+        float | None, typer.Option(help="Time for the training steps alone, compiling and saving aside; with --steps whichever is less.")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="How often the data comes.")] = TrainSettings.num_epochs,
     batch_size: Annotated[
         int, typer.Option(help="Sequences a training step, a multiple of the number of devices.")
     ] = TrainSettings.batch_size,
-    sequence_length: Annotated[int, typer.Option(help="Longer sequences are cut.")] = TrainSettings.sequence_length,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Longer sequences are cut. Default: as long as the longest, up to 1024.")
+    ] = None,
     chain: Annotated[
         int, typer.Option(help="Draft steps that EAGLE-3 is trained through; heads of Medusa and Hydra.")
     ] = TrainSettings.chain,
@@ -53,7 +58,10 @@ def train_command(
     held_out: Annotated[Path | None, typer.Option(help="Token files to evaluate the finished drafters on.")] = None,
     seed: Annotated[int, typer.Option(help="Of the parameters, and of the order of the data.")] = TrainSettings.seed,
     report_every: Annotated[int, typer.Option(help="Steps between reports.")] = TrainSettings.report_every,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints of the run.")] = TrainSettings.checkpoint_every,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints of the run; 0 makes none.")
+    ] = TrainSettings.checkpoint_every or 0,
+    compile_threads: Annotated[int, typer.Option(help="Drafters to compile at a time.")] = TrainSettings.compile_threads,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; the target's if not given.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace finished drafters, and an unfinished run of other settings.")] = False,
 ) -> None:
@@ -66,6 +74,7 @@ def train_command(
             drafter=drafter,
             variants=tuple(Variant(head=name, init=init, loss=losses) for name in head or [Variant.head]),
             num_steps=steps,
+            max_seconds=max_seconds,
             num_epochs=epochs,
             batch_size=batch_size,
             sequence_length=sequence_length,
@@ -77,7 +86,8 @@ def train_command(
             head_only=head_only,
             seed=seed,
             report_every=report_every,
-            checkpoint_every=checkpoint_every,
+            checkpoint_every=checkpoint_every or None,
+            compile_threads=compile_threads,
         )
         number = None if dtype is None else jnp.dtype(dtype)
         trained = train_drafters(target, data, destination, settings, start=start, held_out=held_out, dtype=number, force=force)

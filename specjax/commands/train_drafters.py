@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import typer
 
 from specjax.atomic import check_destination, check_keeps
 from specjax.checkpoints.manifest import MANIFEST
 from specjax.checkpoints.store import abstract_checkpoint
 from specjax.checkpoints.training_run import TrainingCheckpoints
-from specjax.commands.prepare_training import data_config, open_token_files, outcome, prepare_training
+from specjax.commands.prepare_training import data_config, open_token_files, outcome, prepare_training, with_sequence_length
 from specjax.training.data import TokenBatches
 from specjax.training.evaluate import Evaluation, evaluate
 from specjax.training.metrics import Report
 from specjax.training.settings import TrainSettings
+from specjax.training.token_files import TokenFiles
 
 STATE_FOLDER, REPORTS = "state", "reports.jsonl"
 
@@ -92,10 +94,15 @@ def train_drafters(
         # Where there is a state, a drafter may be one of the very run that it is of, which was interrupted while it saved them.
         check_destination(path, force=force or state.exists(), marker=MANIFEST)
     check_keeps(destination, target, data, *(path for path in (start, held_out) if path is not None))
+    checkpoints = run_checkpoints(state, settings, force=force)
+    settings = with_sequence_length(settings, TokenFiles(data))
     held_out_batches = None if held_out is None else _held_out(held_out, target, settings)
-    prepared = prepare_training(target, data, settings, start=start, dtype=dtype)
+    resumed = checkpoints is not None and checkpoints.will_restore()
+    prepared = prepare_training(target, data, settings, start=start, dtype=dtype, resumed=resumed)
+    if progress:
+        typer.echo(prepared.describe_data(), err=True)
     result = prepared.run(
-        checkpoints=TrainingCheckpoints(state, force=force),
+        checkpoints=checkpoints,
         report_path=destination / REPORTS,
         show_progress=progress,
         on_report=on_report,
@@ -109,8 +116,28 @@ def train_drafters(
         report, evaluation = result.reports[name], evaluations.get(name)
         prepared.save(name, path, result.params[name], outcome(report, evaluation), force=True)  # it was checked above
         trained[name] = TrainedDrafter(path, report, evaluation)
-    shutil.rmtree(state)
+    if checkpoints is not None:
+        shutil.rmtree(state)
     return trained
+
+
+def run_checkpoints(state: Path, settings: TrainSettings, *, force: bool) -> TrainingCheckpoints | None:
+    """Where a run's states are kept; `None` if the settings want none.
+
+    Args:
+        state: The folder.
+        settings: The run's.
+        force: Replace what an unfinished run left.
+
+    Raises:
+        ValueError: The settings want none, and an unfinished run left some.
+    """
+    if settings.checkpoint_every is not None:
+        return TrainingCheckpoints(state, force=force)
+    if state.exists() and not force:
+        raise ValueError(f"{state} holds an unfinished run: go on with it, with checkpoints, or pass --force to remove it")
+    shutil.rmtree(state, ignore_errors=True)
+    return None
 
 
 def _held_out(path: str | Path, target: str | Path, settings: TrainSettings) -> TokenBatches:

@@ -39,7 +39,7 @@ class HeadStart:
         token_ids: For a trimmed head, by its number of tokens: which they are.
 
     Raises:
-        ValueError: An unknown `init`, or no covariance for one that needs it.
+        ValueError: An unknown `init`.
     """
 
     lm_head: jax.Array
@@ -51,8 +51,6 @@ class HeadStart:
     def __post_init__(self) -> None:
         if self.init not in INITS:
             raise ValueError(f"init must be one of {', '.join(INITS)}, got {self.init!r}")
-        if self.init == "weighted_svd" and self.covariance is None:
-            raise ValueError("init weighted_svd needs the covariance of the target's hidden states, got None")
 
     def params(self, head: DraftHead, rng: jax.Array) -> dict[str, jax.Array]:
         """Arrays of a head, matrices in float32.
@@ -62,7 +60,8 @@ class HeadStart:
             rng: For what is random.
 
         Raises:
-            ValueError: A trimmed head without its tokens, or a head that nothing is known of.
+            ValueError: A trimmed head without its tokens, low-rank factors without the covariance that they need, or a head that nothing is
+                known of.
         """
         vocab_size, hidden_size = self.lm_head.shape
         random = head.init_params(rng, hidden_size=hidden_size, vocab_size=vocab_size, dtype=jnp.float32)
@@ -72,6 +71,8 @@ class HeadStart:
             chosen = {TOKEN_IDS: jnp.asarray(self.token_ids[head.num_tokens], jnp.int32)} if isinstance(head, TrimmedHead) else {}
             return random | chosen
         covariance = self.covariance if self.init == "weighted_svd" else None
+        if self.init == "weighted_svd" and covariance is None and isinstance(head, LowRankHead | ScreenedHead):
+            raise ValueError("init weighted_svd needs the covariance of the target's hidden states, got None")
         match head:
             case FullHead():
                 made = random | ({} if head.shared else {"lm_head": self.lm_head})  # a bias begins at zero

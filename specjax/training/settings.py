@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from specjax.training.distillation import LossPositions
 from specjax.training.losses import DraftLoss
@@ -52,10 +53,11 @@ class TrainSettings:
     Attributes:
         drafter: One of `DRAFTERS`.
         variants: A drafter each, all trained side by side.
-        num_steps: Training steps; `None` follows from `num_epochs`.
-        num_epochs: How often the data comes, where `num_steps` is `None`.
+        num_steps: Training steps; `None` follows from `max_seconds` or `num_epochs`.
+        max_seconds: Time for them, see `TrainConfig`.
+        num_epochs: How often the data comes, where `num_steps` and `max_seconds` are `None`.
         batch_size: B, sequences a training step.
-        sequence_length: T.
+        sequence_length: T; `None` is that of the longest sequence, up to 1,024.
         chain: Steps of the draft chain that EAGLE-3 is trained through; how many heads Medusa and Hydra get.
         optimizer: How parameters follow.
         positions: Where the loss is taken.
@@ -64,7 +66,8 @@ class TrainSettings:
         head_only: EAGLE-3: train nothing but the draft head of a finished drafter. Of a draft model it is never more.
         seed: Of the random parts of the parameters, and the order of the data.
         report_every: Training steps between reports.
-        checkpoint_every: Training steps between checkpoints of the run.
+        checkpoint_every: Training steps between checkpoints of the run; `None` makes none.
+        compile_threads: Drafters whose steps are compiled at a time.
 
     Raises:
         ValueError: An unknown drafter, no variant or two of one name, or a number outside its range.
@@ -73,9 +76,10 @@ class TrainSettings:
     drafter: str = DRAFTERS[0]
     variants: tuple[Variant, ...] = (Variant(),)
     num_steps: int | None = None
+    max_seconds: float | None = None
     num_epochs: int = 1
     batch_size: int = 64
-    sequence_length: int = 1024
+    sequence_length: int | None = None
     chain: int = 5
     optimizer: OptimizerConfig = OptimizerConfig()
     positions: LossPositions = LossPositions()
@@ -84,7 +88,8 @@ class TrainSettings:
     head_only: bool = False
     seed: int = 0
     report_every: int = 20
-    checkpoint_every: int = 1000
+    checkpoint_every: int | None = 1000
+    compile_threads: int = 8
 
     def __post_init__(self) -> None:
         if self.drafter not in DRAFTERS:
@@ -92,8 +97,14 @@ class TrainSettings:
         names = [variant.name for variant in self.variants]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"there must be drafters to train, of different names, got {', '.join(names) or 'none'}")
-        for name in ("num_epochs", "batch_size", "chain", "report_every", "checkpoint_every"):
+        for name in ("num_epochs", "batch_size", "chain", "report_every", "compile_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_steps is not None and self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {self.num_steps}")
+        for name in ("num_steps", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_seconds is not None and not 0 < self.max_seconds < math.inf:
+            raise ValueError(f"max_seconds must be above 0, got {self.max_seconds}")
+        if self.sequence_length is not None and self.sequence_length < 2:
+            raise ValueError(f"sequence_length must be at least 2, got {self.sequence_length}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from experiments import head_quality, step_costs, train_drafter
 from experiments.experiment import ExperimentError, parse_config
-from experiments.record import check_row
+from experiments.record import Record, check_row, collect
 from experiments.timing import LoopTiming
 from specjax.checkpoints.store import load_checkpoint
 from specjax.cost_model import throughput_ratio
@@ -96,7 +98,8 @@ def test_heads_are_compared_with_the_full_one_and_with_what_the_model_predicts(
         ((), "train_drafter needs target=PATH"),
         (("variants=full@svd@lk_lambda@x",), "a variant is HEAD, HEAD@INIT or HEAD@INIT@LOSS"),
         (("variants=full@zeros",), "init must be one of"),
-        (("steps=0",), "steps and evaluations must be at least 1, got 0"),
+        (("steps=0",), "num_steps must be at least 1, got 0"),
+        (("steps=none",), "there must be evaluations, and steps or max_seconds"),
     ],
 )
 def test_wrong_settings_of_a_training_are_refused(words: tuple[str, ...], message: str, target_path: Path, data_dir: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_training_interrupted_in_its_last_evaluation_is_finished_by_the_same_c
 ) -> None:
     data = write_token_files(tmp_path / "tokens", target_path)
     paths = (f"target={target_path}", f"data={data}", f"out={tmp_path / 'out'}", f"data_dir={data_dir}")
-    words = (*paths, "variants=low_rank:4@svd", "sets=first", *SMALL, *DECODING)
+    words = (*paths, "variants=low_rank:4@svd", "sets=first", "checkpoint_every=3", *SMALL, *DECODING)
     evaluate, calls = train_drafter.Evaluator.__call__, []
 
     def failing(self, params, reports):
@@ -138,3 +141,36 @@ def test_a_training_interrupted_in_its_last_evaluation_is_finished_by_the_same_c
     assert [(row["step"], row["dataset"]) for row in rows] == [(4, "first"), (4, "mean")]
     record = load_checkpoint(tmp_path / "out" / "low_rank_4-svd").metadata["training"]
     assert record["evaluation"]["step"] == record["last_report"]["positions"] // (4 * 12) == 4
+    # Of a run without checkpoints nothing is left to go on from: not by accident of an earlier one's either.
+    (tmp_path / "out" / "state").mkdir()
+    with pytest.raises(ExperimentError, match="holds an unfinished run"):
+        list(train_drafter.run(parse_config(train_drafter.Config, (*(word for word in words if word != "checkpoint_every=3"),))))
+
+
+@pytest.mark.full
+def test_a_training_that_is_interrupted_stops_before_its_next_step(target_path: Path, data_dir: Path, tmp_path: Path) -> None:
+    data = write_token_files(tmp_path / "tokens", target_path)
+    paths = (f"target={target_path}", f"data={data}", f"out={tmp_path / 'out'}", f"data_dir={data_dir}")
+    words = (*paths, "variants=low_rank:4@svd", "sets=first", "steps=1000000", "evaluations=500000", *SMALL[2:], *DECODING)
+    record = Record("train_drafter", "Q?", "command", "0123456", {})
+    rows = collect(record, train_drafter.run(parse_config(train_drafter.Config, words)), tmp_path / "result.json")
+    assert next(rows)["step"] == 2
+    rows.close()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    assert not [thread for thread in threads if thread.is_alive()]
+    kept = json.loads((tmp_path / "result.json.partial").read_text())
+    assert kept["interrupted"]
+    assert [row["step"] for row in kept["rows"]] == [2]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["reports.jsonl"]
+
+
+@pytest.mark.full
+def test_a_training_of_given_time_ends_with_its_evaluation(target_path: Path, data_dir: Path, tmp_path: Path) -> None:
+    data = write_token_files(tmp_path / "tokens", target_path)
+    paths = (f"target={target_path}", f"data={data}", f"out={tmp_path / 'out'}", f"data_dir={data_dir}")
+    words = (*paths, "variants=low_rank:4@svd", "sets=first", "steps=none", "max_seconds=1", "evaluations=2", *SMALL[2:], *DECODING)
+    rows = list(train_drafter.run(parse_config(train_drafter.Config, words)))
+    assert len(rows) == 4
+    assert rows[0]["step"] == pytest.approx(rows[-1]["step"] / 2, abs=1)
+    record = load_checkpoint(tmp_path / "out" / "low_rank_4-svd").metadata["training"]
+    assert (record["num_steps"], record["max_seconds"]) == (rows[-1]["step"], 1.0)

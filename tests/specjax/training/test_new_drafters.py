@@ -92,6 +92,6 @@ def test_starts_without_what_they_need_are_refused() -> None:
     with pytest.raises(ValueError, match="init must be one of weighted_svd, svd, random, got 'zeros'"):
         HeadStart(lm_head=lm_head(), init="zeros")
     with pytest.raises(ValueError, match="weighted_svd needs the covariance"):
-        HeadStart(lm_head=lm_head())
+        HeadStart(lm_head=lm_head()).params(LowRankHead(rank=4), jax.random.key(0))
     with pytest.raises(ValueError, match="which 7 tokens it has"):
         start("random").params(TrimmedHead(num_tokens=7), jax.random.key(0))
