@@ -1,7 +1,8 @@
 """Rewrites the README's tables from experiments/results/*.json: `python -m experiments.report`; `--check` only says whether they agree.
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->` and is made from `results/NAME.json`. An experiment's module may
-say which columns to show (`columns(row)`) and how to draw its rows (`plot(rows, axes)`, to `results/NAME.svg`).
+say which columns to show (`columns(row)`) and how to draw its rows: one figure (`plot(rows, axes)`, to `results/NAME.svg`) or several
+(`plots(rows)`, by suffix a function of axes, to `results/NAME-SUFFIX.svg`; the empty suffix is `NAME.svg`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +51,7 @@ def main(
         print(f"rewrote {README.name}")
     if plots:
         for path in sorted(RESULTS.glob("*.json")):
-            figure(path)
+            figures(path)
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -87,26 +89,34 @@ def markdown(result: dict, file_name: str) -> str:
     return "\n".join([*tables, origin, ""])
 
 
-def figure(path: Path) -> Path | None:
-    """Draws a result beside its JSON, the same bytes for the same rows; `None` where its experiment draws nothing."""
+def figures(path: Path) -> list[Path]:
+    """Draws a result beside its JSON, the same bytes for the same rows; nothing where its experiment draws nothing."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    plot = getattr(_module(result["experiment"]), "plot", None)
-    if plot is None:
-        return None
+    wanted = _figures(_module(result["experiment"]), result["rows"])
+    if not wanted:
+        return []
     # Imported here: only drawing needs it.
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
+    drawn = []
     with mpl.rc_context({"svg.hashsalt": "specjax", "svg.fonttype": "none"}):
-        canvas, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-        plot(result["rows"], axes)
-        axes.set_title(result["question"], fontsize=9)
-        target = path.with_suffix(".svg")
-        canvas.savefig(target, metadata={"Date": None, "Creator": None})
-        plt.close(canvas)
-    return target
+        for suffix, draw in wanted.items():
+            canvas, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+            draw(axes)
+            axes.set_title(result["question"], fontsize=9)
+            drawn.append(path.with_name(f"{path.stem}-{suffix}.svg" if suffix else f"{path.stem}.svg"))
+            canvas.savefig(drawn[-1], metadata={"Date": None, "Creator": None})
+            plt.close(canvas)
+    return drawn
+
+
+def _figures(module: Any, rows: list[dict]) -> dict[str, Callable[[Any], None]]:
+    if hasattr(module, "plots"):
+        return module.plots(rows)
+    return {"": lambda axes: module.plot(rows, axes)} if hasattr(module, "plot") else {}
 
 
 def _module(experiment: str) -> Any:

@@ -34,10 +34,12 @@ from experiments.draft_heads import describe
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, converted, stored_as
 from experiments.prompts import encode, load_prompts
+from experiments.train_figures import Draw, training_figures
 from specjax import GenerateConfig
 from specjax.capacity import bucket
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint
+from specjax.commands.finished_drafter import hidden_size_of
 from specjax.commands.prepare_training import PreparedTraining, outcome, prepare_training
 from specjax.commands.train_drafters import REPORTS, STATE_FOLDER, run_checkpoints
 from specjax.training.distillation import LossPositions
@@ -273,13 +275,14 @@ class Evaluator:
             yield self._row(name, reports[name]) | {"dataset": "mean", "prompts": sum(row["prompts"] for row in mine)} | means
 
     def _row(self, name: str, report: Report) -> dict:
-        config = self._config
+        config, config_of_target = self._config, self._target.model.config
         variant = next(variant for variant in self.prepared.settings.variants if variant.name == name)
         return {
             "target": self._target.name,
             "drafter": config.drafter,
             "variant": name,
-            **describe(self.prepared.networks[name].config.head, self._target.model.config.vocab_size),
+            **describe(self.prepared.networks[name].config.head, config_of_target.vocab_size),
+            "hidden_size": config_of_target.hidden_size if self.prepared.finished is None else hidden_size_of(self.prepared.finished.model),
             "init": variant.init,
             "loss": variant.loss.kind,
             "weights": self._target.weights,
@@ -320,12 +323,6 @@ def columns(row: dict) -> dict:
     }
 
 
-def plot(rows: list[dict], axes: Any) -> None:
-    """Mean acceptance length against tokens seen, a line a drafter."""
-    means = [row for row in rows if row["dataset"] == "mean"]
-    for name in dict.fromkeys(row["variant"] for row in means):
-        mine = [row for row in means if row["variant"] == name]
-        axes.plot([row["train_tokens"] / 1e6 for row in mine], [row["mean_acceptance_length"] for row in mine], marker="o", label=name)
-    axes.set_xlabel("million tokens seen")
-    axes.set_ylabel("mean acceptance length")
-    axes.legend()
+def plots(rows: list[dict]) -> dict[str, Draw]:
+    """See `training_figures`."""
+    return training_figures(rows)

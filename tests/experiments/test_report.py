@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from experiments import report
+from experiments import report, train_drafter
 from experiments.experiment import ExperimentError
 from experiments.run import RESULTS
 
@@ -63,6 +65,62 @@ def test_a_figure_is_the_same_file_every_time(tmp_path):
     row = {"mode": "decode", "batch": 1, "context": 64, "rows": 1, "ms_per_step": 2.0, "ms_per_step_min": 1.0, "ms_per_step_max": 3.0}
     path = tmp_path / "decode_latency.json"
     path.write_text(json.dumps(RESULT | {"experiment": "decode_latency", "rows": [row | {"floor_ms": 0.5}]}))
-    first = report.figure(path).read_bytes()
+    (drawn,) = report.figures(path)
+    assert drawn.name == "decode_latency.svg"
+    first = drawn.read_bytes()
     assert b"<svg" in first
-    assert report.figure(path).read_bytes() == first
+    report.figures(path)
+    assert drawn.read_bytes() == first
+    path.write_text(json.dumps(RESULT))
+    assert report.figures(path) == []
+
+
+def trained_row(variant: str, length: float, **changes: object) -> dict:
+    row = {"variant": variant, "head": "low_rank", "rank": 8, "rows": 100, "hidden_size": 64, "init": "weighted_svd", "loss": "forward_kl"}
+    return row | {"dataset": "mean", "train_tokens": 1e6, "mean_acceptance_length": length, "weights": "random"} | changes
+
+
+def lines_of(figure: Callable[[Any], None]) -> dict[str, list[float]]:
+    """By label, the heights of what is drawn."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    figure(axes)
+    return {str(line.get_label()): list(line.get_ydata()) for line in axes.get_lines()}
+
+
+def test_a_training_has_a_figure_for_each_property_in_which_alone_its_drafters_differ(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        row
+        for tokens, gain in ((1e6, 0.0), (2e6, 0.5))
+        for row in (
+            trained_row("low_rank_8", 2.0 + gain, train_tokens=tokens),
+            trained_row("low_rank_8", 9.0, train_tokens=tokens, dataset="first"),
+            trained_row("low_rank_4", 2.25 + gain, train_tokens=tokens, rank=16),
+            trained_row("full", 2.5 + gain, train_tokens=tokens, head="full", rank=None),
+            trained_row("low_rank_8-random", 1.5 + gain, train_tokens=tokens, init="random"),
+            trained_row("low_rank_4-lk_alpha", 2.75 + gain, train_tokens=tokens, rank=16, loss="lk_alpha"),
+            trained_row("trimmed_50", 2.125 + gain, train_tokens=tokens, head="trimmed", rank=None, rows=50),
+        )
+    ]
+    found = {suffix: lines_of(draw) for suffix, draw in train_drafter.plots(rows).items()}
+    assert found == {
+        "": {
+            "low-rank head, D/8": [2.0, 2.5],
+            "low-rank head, D/4": [2.25, 2.75],
+            "full head": [2.5, 3.0],
+            "low-rank head, D/8; start: random": [1.5, 2.0],
+            "low-rank head, D/4; loss: acceptance (LK)": [2.75, 3.25],
+            "head of 50 tokens": [2.125, 2.625],
+        },
+        "rank": {"low-rank head": [2.5, 2.75], "full head": [3.0, 3.0]},
+        "init": {"the target's head, where its hidden states go": [2.0, 2.5], "random": [1.5, 2.0]},
+        "loss": {"KL divergence": [2.25, 2.75], "acceptance (LK)": [2.75, 3.25]},
+    }
+    path = tmp_path / "heads.json"
+    path.write_text(json.dumps(RESULT | {"experiment": "train_drafter", "rows": rows}))
+    drawn = report.figures(path)
+    assert [one.name for one in drawn] == ["heads.svg", "heads-rank.svg", "heads-init.svg", "heads-loss.svg"]
+    assert b"D/8" in drawn[1].read_bytes()
+    assert [*train_drafter.plots(rows[:2])] == [""]
