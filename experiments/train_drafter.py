@@ -55,7 +55,7 @@ class Config:
 
     Attributes:
         target: A checkpoint's path.
-        data: Token files, made by `specjax distill`.
+        data: Token files, made by `specjax distill`; several folders are read as one.
         out: Folder for the finished drafters and the state of the run.
         drafter: eagle3, medusa, hydra or draft_model.
         start: A finished drafter's checkpoint to begin with, see `train_drafters`.
@@ -66,6 +66,7 @@ class Config:
         evaluations: How often the drafters draft for the target on the way, the end included.
         batch_size: Sequences a training step.
         sequence_length: T; `none` is that of the longest sequence, up to 1,024.
+        packed: Rows of several sequences each, see `DataConfig`.
         chain: Draft steps that are trained.
         learning_rate: The highest.
         warmup_steps: Steps over which it rises.
@@ -89,7 +90,7 @@ class Config:
     """
 
     target: str = path_field("")
-    data: str = path_field("")
+    data: tuple[str, ...] = path_field(())
     out: str | None = local_field()
     drafter: str = "eagle3"
     start: str = path_field("")
@@ -100,6 +101,7 @@ class Config:
     evaluations: int = 5
     batch_size: int = 64
     sequence_length: int | None = None
+    packed: bool = False
     chain: int = 5
     learning_rate: float = OptimizerConfig.learning_rate
     warmup_steps: int = OptimizerConfig.warmup_steps
@@ -139,6 +141,7 @@ class Config:
             max_seconds=self.max_seconds,
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
+            packed=self.packed,
             chain=self.chain,
             optimizer=OptimizerConfig(learning_rate=self.learning_rate, warmup_steps=self.warmup_steps),
             positions=LossPositions(every=self.every, chunk_size=self.chunk_size),

@@ -49,9 +49,7 @@ def open_finished(path: str | Path, settings: TrainSettings, target: Checkpoint,
         raise ValueError(f"a training of {settings.drafter} cannot begin with a finished drafter, only one of {' or '.join(kinds)}")
     if not isinstance(model, kinds[settings.drafter]):
         found = kind_of(model.config)
-        raise ValueError(
-            f"{path}: to train {settings.drafter}, expected a checkpoint of that to begin with, got one of kind {found!r}"
-        )
+        raise ValueError(f"{path}: to train {settings.drafter}, expected a checkpoint of that to begin with, got one of kind {found!r}")
     if isinstance(model, Eagle3):
         model.config.for_target(config)
     else:

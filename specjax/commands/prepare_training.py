@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from specjax.commands.finished_drafter import (
     task_of,
 )
 from specjax.commands.token_data import origin, tokenizer_and_ends
+from specjax.commands.training_memory import plan_training, warn_of_float32
 from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import DraftHead, LowRankHead, ScreenedHead, TrimmedHead
@@ -102,6 +103,8 @@ class PreparedTraining:
     def describe_data(self) -> str:
         """One line for people: the shape of batches, and how much of them is padding."""
         length = self.batches.sequence_length
+        if self.settings.packed:
+            return f"rows of {length} positions, each with {len(self.files) / self.batches.num_rows:.1f} sequences"
         padding = 1 - np.minimum(self.files.lengths, length).mean() / length
         cut = (self.files.lengths > length).mean()
         return f"rows of {length} positions, of which {padding:.0%} are padding" + (f"; {cut:.0%} of the sequences are cut" if cut else "")
@@ -137,7 +140,7 @@ class PreparedTraining:
 
 def prepare_training(
     target: str | Path,
-    data: str | Path,
+    data: str | Path | Sequence[str | Path],
     settings: TrainSettings,
     *,
     start: str | Path | None = None,
@@ -182,6 +185,8 @@ def prepare_training(
         )
         for variant in settings.variants
     }
+    warn_of_float32(abstract.model)
+    plan_training(abstract.model, drafters, networks, settings).check()
     checkpoint = load_checkpoint(target, dtype=dtype)
     loaded = None if start is None else load_checkpoint(start, dtype=abstract.model.dtype)
     covariance = None
@@ -216,7 +221,8 @@ def prepare_training(
         else:
             assert head_start is not None
             params[variant.name] = initial_params(networks[variant.name], head_start, rng)
-        made[variant.head, init] = params[variant.name]
+        # To the host: the training makes its own copies, and the devices have better things to hold.
+        made[variant.head, init] = params[variant.name] = jax.device_get(params[variant.name])
     if resumed:
         params = {name: _trained_as_shapes(params[name], training.task) for name, training in drafters.items()}
     identities = [origin(path, one)["target_digest"] for path, one in ((target, checkpoint), (start, loaded)) if path and one]
@@ -235,23 +241,30 @@ def prepare_training(
     )
 
 
-def open_token_files(path: str | Path, tokenizer: Any) -> TokenFiles:
+def open_token_files(path: str | Path | Sequence[str | Path], tokenizer: Any) -> TokenFiles:
     """Token files that were made with this tokenizer.
 
     Raises:
         ValueError: There are none, or they were made with another one.
     """
-    files, wanted = TokenFiles(path), tokenizer_fingerprint(tokenizer)
+    files, wanted = token_files(path), tokenizer_fingerprint(tokenizer)
     found = files.manifest.tokenizer
     if found != wanted:
-        raise ValueError(f"{path} was made with another tokenizer than the target's: expected {wanted[:16]}, got {found[:16]}")
+        raise ValueError(f"{files.name} was made with another tokenizer than the target's: expected {wanted[:16]}, got {found[:16]}")
     return files
+
+
+def token_files(data: str | Path | Sequence[str | Path]) -> TokenFiles:
+    """Those of one folder, or of several."""
+    return TokenFiles(data) if isinstance(data, str | Path) else TokenFiles(*data)
 
 
 def with_sequence_length(settings: TrainSettings, files: TokenFiles) -> TrainSettings:
     """The settings with a length of sequences: their own, or what the longest of the files needs."""
     if settings.sequence_length is not None:
         return settings
+    if settings.packed:
+        return dataclasses.replace(settings, sequence_length=_LONGEST)
     longest = -(-int(files.lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP
     return dataclasses.replace(settings, sequence_length=min(longest, _LONGEST))
 
@@ -259,7 +272,8 @@ def with_sequence_length(settings: TrainSettings, files: TokenFiles) -> TrainSet
 def data_config(settings: TrainSettings) -> DataConfig:
     """Batches as these settings have them."""
     assert settings.sequence_length is not None, "see with_sequence_length"
-    return DataConfig(batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=settings.seed)
+    names = ("batch_size", "sequence_length", "packed", "seed")
+    return DataConfig(**{name: getattr(settings, name) for name in names})
 
 
 def _steps_of_epochs(settings: TrainSettings, batches: TokenBatches) -> int:

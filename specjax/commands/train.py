@@ -35,6 +35,8 @@ def train_command(
     sequence_length: Annotated[
         int | None, typer.Option(help="Longer sequences are cut. Default: as long as the longest, up to 1024.")
     ] = None,
+    packed: Annotated[bool, typer.Option(help="Fill each row with several sequences, which see each other.")] = TrainSettings.packed,
+    more_data: Annotated[list[Path] | None, typer.Option(help="Further token files, read as one with the data.")] = None,
     chain: Annotated[
         int, typer.Option(help="Draft steps that EAGLE-3 is trained through; heads of Medusa and Hydra.")
     ] = TrainSettings.chain,
@@ -78,6 +80,7 @@ def train_command(
             num_epochs=epochs,
             batch_size=batch_size,
             sequence_length=sequence_length,
+            packed=packed,
             chain=chain,
             optimizer=OptimizerConfig(learning_rate=learning_rate, warmup_steps=warmup_steps),
             positions=LossPositions(every=every, chunk_size=chunk_size),
@@ -90,7 +93,9 @@ def train_command(
             compile_threads=compile_threads,
         )
         number = None if dtype is None else jnp.dtype(dtype)
-        trained = train_drafters(target, data, destination, settings, start=start, held_out=held_out, dtype=number, force=force)
+        trained = train_drafters(
+            target, [data, *(more_data or [])], destination, settings, start=start, held_out=held_out, dtype=number, force=force
+        )
     for one in trained.values():
         typer.echo(f"{one.path}: {_summary(one)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from specjax.atomic import check_destination, check_keeps
 from specjax.checkpoints.manifest import MANIFEST
 from specjax.checkpoints.store import abstract_checkpoint
 from specjax.checkpoints.training_run import TrainingCheckpoints
-from specjax.commands.prepare_training import data_config, open_token_files, outcome, prepare_training, with_sequence_length
+from specjax.commands.prepare_training import data_config, open_token_files, outcome, prepare_training, token_files, with_sequence_length
 from specjax.training.data import TokenBatches
 from specjax.training.evaluate import Evaluation, evaluate
 from specjax.training.metrics import Report
 from specjax.training.settings import TrainSettings
-from specjax.training.token_files import TokenFiles
 
 STATE_FOLDER, REPORTS = "state", "reports.jsonl"
 
@@ -42,7 +41,7 @@ class TrainedDrafter:
 
 def train_drafters(
     target: str | Path,
-    data: str | Path,
+    data: str | Path | Sequence[str | Path],
     destination: str | Path,
     settings: TrainSettings,
     *,
@@ -68,7 +67,7 @@ def train_drafters(
 
     Args:
         target: The target's checkpoint. On several devices each has all of it, and a share of the batch.
-        data: Token files, see `specjax distill` and `specjax tokenize`.
+        data: Token files, see `specjax distill` and `specjax tokenize`; folders of one tokenizer are read as one.
         destination: The folder.
         settings: What and how.
         start: A finished drafter's checkpoint to begin with: an EAGLE-3 drafter, whose head is replaced or trained on, or a draft
@@ -93,9 +92,10 @@ def train_drafters(
     for path in paths.values():
         # Where there is a state, a drafter may be one of the very run that it is of, which was interrupted while it saved them.
         check_destination(path, force=force or state.exists(), marker=MANIFEST)
-    check_keeps(destination, target, data, *(path for path in (start, held_out) if path is not None))
+    folders = [data] if isinstance(data, str | Path) else data
+    check_keeps(destination, target, *folders, *(path for path in (start, held_out) if path is not None))
     checkpoints = run_checkpoints(state, settings, force=force)
-    settings = with_sequence_length(settings, TokenFiles(data))
+    settings = with_sequence_length(settings, token_files(data))
     held_out_batches = None if held_out is None else _held_out(held_out, target, settings)
     resumed = checkpoints is not None and checkpoints.will_restore()
     prepared = prepare_training(target, data, settings, start=start, dtype=dtype, resumed=resumed)
@@ -143,6 +143,6 @@ def run_checkpoints(state: Path, settings: TrainSettings, *, force: bool) -> Tra
 def _held_out(path: str | Path, target: str | Path, settings: TrainSettings) -> TokenBatches:
     """Every row once, in batches that the devices can share; what is left over behind the last one is left out."""
     files, devices = open_token_files(path, abstract_checkpoint(target).tokenizer()), jax.device_count()
-    once = dataclasses.replace(data_config(settings), batch_size=devices, shuffle=False, num_epochs=1)
+    once = dataclasses.replace(data_config(settings), batch_size=devices, packed=False, shuffle=False, num_epochs=1)
     batch_size = min(settings.batch_size, TokenBatches(files, once).num_rows // devices * devices)
     return TokenBatches(files, dataclasses.replace(once, batch_size=batch_size))

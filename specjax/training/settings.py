@@ -58,6 +58,7 @@ class TrainSettings:
         num_epochs: How often the data comes, where `num_steps` and `max_seconds` are `None`.
         batch_size: B, sequences a training step.
         sequence_length: T; `None` is that of the longest sequence, up to 1,024.
+        packed: Rows of several sequences each, see `DataConfig`; T is then 1,024 if it is `None`.
         chain: Steps of the draft chain that EAGLE-3 is trained through; how many heads Medusa and Hydra get.
         optimizer: How parameters follow.
         positions: Where the loss is taken.
@@ -80,6 +81,7 @@ class TrainSettings:
     num_epochs: int = 1
     batch_size: int = 64
     sequence_length: int | None = None
+    packed: bool = False
     chain: int = 5
     optimizer: OptimizerConfig = OptimizerConfig()
     positions: LossPositions = LossPositions()

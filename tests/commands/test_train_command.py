@@ -43,7 +43,8 @@ def test_drafters_are_trained_saved_and_draft(target: Path, data: Path, tmp_path
     out = tmp_path / "out"
     kinds = {"trimmed_40": TrimmedHead} | ({"low_rank_4": LowRankHead} if full_grid else {})
     heads = [word for name in kinds for word in ("--head", name.replace("_4", ":4"))]
-    done = run(target, data, out, *SMALL, *heads, "--held-out", data)
+    # The same folder a second time, so that there is more than one.
+    done = run(target, data, out, *SMALL, *heads, "--more-data", data, "--packed", "--held-out", data)
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in out.iterdir()) == sorted([*kinds, "reports.jsonl"])
     assert "on the held-out data" in done.stdout
@@ -59,7 +60,8 @@ def test_drafters_are_trained_saved_and_draft(target: Path, data: Path, tmp_path
         assert isinstance(checkpoint.model.config.head, kind)
         record = checkpoint.metadata["training"]
         assert (record["num_steps"], record["variants"][0]["head"]) == (4, name.replace("_4", ":4"))
-        assert record["data"]["num_sequences"] == TokenFiles(data).manifest.num_sequences
+        assert record["data"]["num_sequences"] == 2 * TokenFiles(data).manifest.num_sequences
+        assert record["packed"]
         assert record["held_out"]["acceptance_length"] >= 1
         ready = drafter_for_target(checkpoint, loaded)
         output = speculative_generate(loaded.model, loaded.params, ready.drafter, ready.params, prompts, config=config)
