@@ -15,6 +15,8 @@ from specjax.drafting.heads import DraftHead, FullHead, HeadScores, LowRankHead,
 from specjax.drafting.heads.named_head import named_head as library_named_head
 
 FULL = "full"
+# The `init` of a head that was made from a trained one and not trained itself.
+CUT_FROM_FULL = "cut from full"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,8 @@ def bytes_read(head: DraftHead, *, hidden_size: int, vocab_size: int, itemsize: 
         lambda rng: head.init_params(rng, hidden_size=hidden_size, vocab_size=vocab_size, dtype=jnp.float32), jax.random.key(0)
     )
     sizes = {name: leaf.size for name, leaf in shapes.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    if isinstance(head, FullHead):
+        sizes["lm_head"] = vocab_size * hidden_size  # wherever it lies
     if isinstance(head, ScreenedHead):
         sizes["lm_head"] = min(batch * head.num_candidates, vocab_size) * hidden_size
     return itemsize * sum(sizes.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.draft_heads import label
+from experiments.draft_heads import CUT_FROM_FULL, label
 from experiments.experiment import ExperimentError
 
 Heads = Mapping[str, Mapping[str, Any]]
@@ -35,13 +35,14 @@ def assumed_rates(words: Sequence[str], heads: Heads) -> dict[str, tuple[float, 
         raise ExperimentError(f"rates must be HEAD=RATE/RATE/..., got {','.join(words)}") from None
 
 
-def recorded_rates(path: Path, heads: Heads, *, sampled: bool) -> tuple[dict[str, tuple[float, ...]], bool]:
+def recorded_rates(path: Path, heads: Heads, *, sampled: bool, drafter: str) -> tuple[dict[str, tuple[float, ...]], bool]:
     """The mean over a file's rows of each head, as far as all of them go.
 
     Args:
         path: JSON, a list of rows or an experiment's record.
         heads: By name, what `describe` says of them. What a row does not say fits.
         sampled: Rows of a `temperature` above 0 count, otherwise those of 0.
+        drafter: The kind of drafter that the heads are on. Rows of heads that were cut from a full one and not trained do not count.
 
     Returns:
         Rates by position of the heads that have rows, and whether any of those is synthetic.
@@ -53,6 +54,7 @@ def recorded_rates(path: Path, heads: Heads, *, sampled: bool) -> tuple[dict[str
         content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         rows = content["rows"] if isinstance(content, dict) else content
         rows = [row for row in rows if row.get("acceptance_rate_per_position") and (row.get("temperature", sampled) > 0) == sampled]
+        rows = [row for row in rows if row.get("drafter", drafter) == drafter and row.get("init") != CUT_FROM_FULL]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ExperimentError(f"acceptance={path}: expected a JSON file of rows, got {type(error).__name__}: {error}") from None
     found, synthetic = {}, False

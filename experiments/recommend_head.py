@@ -6,11 +6,11 @@ Time: 2 minutes for an 8B target on an H200
 Result: kappa, every head's nu and break-even, and the heads and draft lengths with the most tokens a second to expect
 
 Costs are measured here, with the library's own steps. Acceptance comes from `drafters` (EAGLE-3 checkpoints that share a body's shape, each
-with a head of its own) decoding the prompts of `data_dir`; or from `acceptance`, a JSON file of rows as `head_quality` writes them (`head`,
-`rank`, `acceptance_rate_per_position`, and perhaps `rows` and `temperature`), of which a head's are averaged; or from `rates`, as in
-`rates=full=0.75/0.55/0.4,low_rank:8=0.74/0.54/0.4`: such rates are assumptions, and the rows say `synthetic`. Without `drafters` it is
-the shape published for the target with random weights, and each of `heads` in turn. Of a head whose acceptance is not known, only the
-costs are shown.
+with a head of its own, or a draft model with other heads than its own) decoding the prompts of `data_dir`; or from `acceptance`, a JSON
+file of rows as `head_quality` writes them (`head`, `rank`, `acceptance_rate_per_position`, and perhaps `drafter`, `rows` and
+`temperature`), of which a head's are averaged; or from `rates`, as in `rates=full=0.75/0.55/0.4,low_rank:8=0.74/0.54/0.4`: such rates are
+assumptions, and the rows say `synthetic`. Without `drafters` it is the shape published for the target with random weights, and each of
+`heads` in turn. Of a head whose acceptance is not known, only the costs are shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from experiments.acceptance import end_of_text
 from experiments.decoding import Decoder
 from experiments.draft_heads import FULL, describe, label
-from experiments.drafters import Candidates, load_candidates, random_candidates
+from experiments.drafters import Candidates, Network, load_candidates, random_candidates, ready
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.known_acceptance import assumed_rates, recorded_rates
 from experiments.mid_decode import Middle
@@ -40,8 +40,6 @@ from specjax.cost_model import (
     recommend,
     throughput_ratio,
 )
-from specjax.drafting.eagle3 import Eagle3
-from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Config:
 
     Attributes:
         target: A preset's name or a checkpoint's path.
-        drafters: EAGLE-3 checkpoints; none: the shape published for the preset, with `heads`.
+        drafters: Checkpoints of EAGLE-3 drafters, or of draft models; none: the shape published for the preset, with `heads`.
         heads: Besides the full one: low_rank:DIVISOR, trimmed:TOKENS, screened:DIVISOR:CANDIDATES.
         acceptance: A JSON file of rows.
         rates: HEAD=RATE/RATE/..., the acceptance rate of each draft position over all steps.
@@ -200,26 +198,26 @@ def acceptance_rates(
     if config.rates:
         return assumed_rates(config.rates, described), True
     if config.acceptance is not None:
-        return recorded_rates(Path(config.acceptance), described, sampled=config.pick == "sample")
+        return recorded_rates(Path(config.acceptance), described, sampled=config.pick == "sample", drafter=candidates.family)
     if config.data_dir:
         return {name: measured_rates(config, target, *trained) for name, trained in candidates.trained.items()}, False
     return {}, False
 
 
-def measured_rates(config: Config, target: Model, network: Eagle3, params: Mapping[str, Any]) -> tuple[float, ...]:
+def measured_rates(config: Config, target: Model, network: Network, params: Mapping[str, Any]) -> tuple[float, ...]:
     """What the target accepts of one drafter on the prompts."""
     if target.checkpoint is None:
         raise ExperimentError(f"data_dir needs a target with a tokenizer, {config.target!r} is a preset")
     texts = [text for name in config.sets for text in load_prompts(config.data_dir, name, config.prompts_per_set)]
     prompts = encode(target.checkpoint.tokenizer(), texts, chat_template=config.chat_template)
-    drafter = Eagle3Drafter.for_target(network, target.model.config)
+    drafter, drafter_params = ready(network, params, target.model.config, target.params)
     static = GenerateConfig(
         max_new_tokens=config.new_tokens, num_speculative_tokens=config.num_speculative_tokens, do_sample=config.pick == "sample"
     )
     decoder = Decoder(
         target,
         drafter,
-        eagle3_params(drafter.model, params, target.model.config, target.params),
+        drafter_params,
         config=static,
         batch=config.batch,
         width=bucket(max(map(len, prompts))),

@@ -1,4 +1,4 @@
-"""What the parts of a speculative step take with a target and an EAGLE-3 drafter: verification, the drafter's body, and each draft head."""
+"""What the parts of a speculative step take with a target and a drafter: verification, the drafter's body, and each draft head."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from experiments.draft_heads import GivenToken
-from experiments.drafters import with_head
+from experiments.drafters import feature_shape, with_head
 from experiments.experiment import ExperimentError
 from experiments.mid_decode import Middle, decoding_loop, drafting_loop
 from experiments.models import Model
@@ -56,9 +54,9 @@ def measure_costs(
 
     Args:
         target: The target, of any kind.
-        network: The drafter, an `Eagle3`.
+        network: The drafter, an `Eagle3` or a `DraftModelNetwork`.
         params: Its params.
-        heads: Heads and their arrays, by name; none is shared.
+        heads: Heads and their arrays, by name; of an EAGLE-3 drafter none is shared.
         middle: Batch size, context, steps of the long loops, and G; its margin is settled here.
         verification_rows: At least 2 each; 2 and G + 1 are added.
         short_steps: Steps of the short loops.
@@ -80,9 +78,9 @@ def measure_costs(
         return decoding_loop(target.model, target.params, drafter, drafter_params, place)
 
     def drafting(head: DraftHead, head_params: Mapping[str, Any], *, do_sample: bool) -> Loop:
-        feature_shape = (network.config.num_features * target.model.config.hidden_size, jnp.dtype(network.dtype))
         place = dataclasses.replace(middle, do_sample=do_sample)
-        return drafting_loop(*drafter(head, head_params), place, vocab_size=vocab_size, feature_shape=feature_shape)
+        features = feature_shape(network, target.model.config)
+        return drafting_loop(*drafter(head, head_params), place, vocab_size=vocab_size, feature_shape=features)
 
     # The caches of all have as many slots: attention reads them all.
     middle = dataclasses.replace(middle, margin=middle.num_steps * num_drafted)

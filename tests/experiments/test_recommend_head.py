@@ -156,18 +156,20 @@ def test_recorded_rates_are_found_by_head_and_averaged(tmp_path):
         {"head": "low_rank", "rank": 4, "rows": 96, "acceptance_rate_per_position": [0.7, 0.5, 0.3], "synthetic": False},
         {"head": "low_rank", "rank": 4, "acceptance_rate_per_position": [0.5, 0.3]},
         {"head": "low_rank", "rank": 8, "acceptance_rate_per_position": [0.1, 0.1]},
+        {"head": "low_rank", "rank": 4, "drafter": "draft_model", "acceptance_rate_per_position": [0.1, 0.1]},
+        {"head": "low_rank", "rank": 4, "init": "cut from full", "acceptance_rate_per_position": [0.1, 0.1]},
         {"head": "low_rank", "rank": 4, "rows": 50, "acceptance_rate_per_position": [0.1, 0.1]},
         {"head": "low_rank", "rank": 4, "mean_acceptance_length": 3.0},
         {"head": "low_rank", "rank": 4, "temperature": 1.0, "acceptance_rate_per_position": [0.3, 0.2]},
     ]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"experiment": "head_quality", "rows": rows}))
-    found, synthetic = recorded_rates(path, HEADS, sampled=False)
+    found, synthetic = recorded_rates(path, HEADS, sampled=False, drafter="eagle3")
     assert found == {"full": pytest.approx((0.8, 0.6, 0.4)), "low_rank:8": pytest.approx((0.6, 0.4))}
     assert synthetic is False
-    assert recorded_rates(path, HEADS, sampled=True)[0]["low_rank:8"] == pytest.approx((1.5 / 3, 1.0 / 3))
+    assert recorded_rates(path, HEADS, sampled=True, drafter="eagle3")[0]["low_rank:8"] == pytest.approx((1.5 / 3, 1.0 / 3))
     path.write_text(json.dumps([rows[0] | {"synthetic": True}]))
-    assert recorded_rates(path, HEADS, sampled=False) == ({"full": pytest.approx((0.8, 0.6, 0.4))}, True)
+    assert recorded_rates(path, HEADS, sampled=False, drafter="eagle3") == ({"full": pytest.approx((0.8, 0.6, 0.4))}, True)
 
 
 def test_assumed_rates_are_read_from_words():
@@ -181,7 +183,7 @@ def test_a_file_without_rates_of_these_heads_is_refused(tmp_path, content):
     with pytest.raises(
         ExperimentError, match="rows.json: (expected a JSON file of rows|no row has .*, greedy, of any of: full, low_rank, R 4)"
     ):
-        recorded_rates(path, HEADS, sampled=False)
+        recorded_rates(path, HEADS, sampled=False, drafter="eagle3")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_acceptance_that_cannot_be_is_refused_before_anything_is_timed(words, me
 
 def test_drafters_that_cannot_be_compared_are_refused(target_path, low_rank_drafter):
     for drafters, message in (
-        (f"{target_path}", "expected an EAGLE-3 drafter, got a Transformer"),
+        (f"{low_rank_drafter},{target_path}", "must be of one kind, got eagle3 and draft_model"),
         (f"{low_rank_drafter},{low_rank_drafter}", "a second drafter with the head low_rank, R 4"),
     ):
         with pytest.raises(ExperimentError, match=message):

@@ -1,20 +1,17 @@
-"""The training experiment, and after it the comparison of heads, end to end on a tiny target."""
+"""The training experiment, end to end on a tiny target."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
 
 import pytest
 
-from experiments import head_quality, step_costs, train_drafter
+from experiments import train_drafter
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import Record, check_row, collect
-from experiments.timing import LoopTiming
 from specjax.checkpoints.store import load_checkpoint
-from specjax.cost_model import throughput_ratio
 from tests.token_data import write_token_files
 
 SMALL = ("steps=4", "evaluations=2", "batch_size=4", "sequence_length=12", "chain=2", "warmup_steps=1", "new_tokens=8")
@@ -52,46 +49,6 @@ def test_every_evaluation_has_a_row_a_set_and_one_for_their_mean(trained: tuple[
     assert train_drafter.columns(mean)["set"] == "mean"
 
 
-@pytest.mark.full
-def test_heads_are_compared_with_the_full_one_and_with_what_the_model_predicts(
-    trained: tuple[list[dict], Path], target_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On tiny shapes times mean nothing: these are a full head of 250 us and a trimmed one of 50, in a step whose rest takes 4,500.
-    times = {"plain": 4.0, "step": 5.0, "given": 0.3, "head full": 0.8, "head trimmed, 40 rows": 0.4}
-
-    def timed(loops, **settings):
-        assert set(times) < set(loops)
-        return {name: timing(times.get(name, 4.2)) for name in loops}
-
-    def timing(ms_per_step: float) -> LoopTiming:
-        return LoopTiming(ms_per_step=(ms_per_step,), raw_short_ms=(0.0,), raw_long_ms=(ms_per_step,), compile_s=0.0, temp_bytes=None)
-
-    monkeypatch.setattr(step_costs, "time_loops", timed)
-    # Nor can a prefill of a few tokens be told from the decoding of as few.
-    monkeypatch.setattr(head_quality.Decoder, "prefill_seconds", lambda self, prompts, **options: 0.0)
-    _, out = trained
-    paths = (f"target={target_path}", f"drafters={out / 'full-svd'},{out / 'trimmed_40-svd-lk_lambda'}", f"data_dir={data_dir}")
-    words = ("sets=first", "batches=2", "temperatures=0", "new_tokens=8", "context=64", "short_steps=1", "long_steps=2", "loop_repeats=1")
-    rows = list(head_quality.run(parse_config(head_quality.Config, (*paths, *words, *DECODING))))
-    assert [(row["dataset"], row["head"]) for row in rows] == [(name, head) for name in ("first", "mean") for head in ("full", "trimmed")]
-    for row in rows:
-        check_row(row)
-        assert row["head_us"] == pytest.approx(250 if row["head"] == "full" else 50)
-        assert row["kappa"] == pytest.approx(2 * 250 / 4500)
-        expected = throughput_ratio(acceptance_ratio=row["rho_tau"], kappa=row["kappa"], nu=row["nu"])
-        assert row["predicted_speedup_over_full"] == expected
-        assert row["speedup_over_autoregressive"] == pytest.approx(row["tokens_per_s"] / row["tokens_per_s_autoregressive"])
-        assert (row["loss"], row["init"]) == (("forward_kl", "svd") if row["head"] == "full" else ("lk_lambda", "svd"))
-        assert row["train_tokens"] == 4 * 4 * 9
-        assert (row["share_outside"] is None) == (row["head"] == "full")
-        assert "over full" in head_quality.show(row)
-    full, trimmed = rows[:2]
-    assert (full["rho_tau"], full["nu"], full["speedup_over_full"]) == (1.0, 1.0, 1.0)
-    assert trimmed["nu"] == pytest.approx(0.2)
-    # A random target's text is hardly made of the tokens that random training texts have most of.
-    assert 0 < trimmed["share_outside"] <= 1
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -106,16 +63,6 @@ def test_wrong_settings_of_a_training_are_refused(words: tuple[str, ...], messag
     paths = (f"target={target_path}", "data=nowhere", "out=nowhere", f"data_dir={data_dir}") if words else ()
     with pytest.raises(ExperimentError, match=message):
         list(train_drafter.run(parse_config(train_drafter.Config, (*paths, *words))))
-
-
-@pytest.mark.full
-def test_a_comparison_needs_a_drafter_with_the_full_head(trained: tuple[list[dict], Path], target_path: Path, data_dir: Path) -> None:
-    _, out = trained
-    config = head_quality.Config(target=str(target_path), data_dir=str(data_dir), sets=("first",), dtype="float32")
-    with pytest.raises(ExperimentError, match="head_quality needs target=PATH, drafters=PATH,PATH and data_dir=PATH"):
-        list(head_quality.run(config))
-    with pytest.raises(ExperimentError, match="one of the drafters must have the full head, got trimmed, 40 rows"):
-        list(head_quality.run(dataclasses.replace(config, drafters=(str(out / "trimmed_40-svd-lk_lambda"),))))
 
 
 @pytest.mark.full
