@@ -60,8 +60,13 @@ def plan_memory(models: list[Any], *, batch_size: int, capacity: int, device: An
         if hasattr(model, "init_cache"):
             cache = jax.eval_shape(lambda model=model: model.init_cache(batch_size=batch_size, capacity=capacity))
             cache_bytes += num_bytes((cache.keys, cache.values))
+    return MemoryPlan(params_bytes=params_bytes, cache_bytes=cache_bytes, available_bytes=device_bytes(device))
+
+
+def device_bytes(device: Any = None) -> int | None:
+    """What a device, the default one if `None`, gives this process; `None` where it does not say."""
     stats = (device or jax.devices()[0]).memory_stats() or {}
-    return MemoryPlan(params_bytes=params_bytes, cache_bytes=cache_bytes, available_bytes=stats.get("bytes_limit"))
+    return stats.get("bytes_limit")
 
 
 def num_bytes(tree: Any) -> int:

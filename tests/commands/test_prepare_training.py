@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pytest
 
 from specjax.checkpoints.training_run import TrainingCheckpoints
 from specjax.commands import prepare_training as module
+from specjax.commands import training_memory
 from specjax.commands.prepare_training import PreparedTraining, prepare_training, with_sequence_length
 from specjax.commands.train_drafters import run_checkpoints
+from specjax.commands.training_memory import plan_training, warn_of_float32
+from specjax.models.transformer import Transformer
 from specjax.training.losses import DraftLoss
 from specjax.training.settings import TrainSettings, Variant
 from specjax.training.token_files import TokenFiles
+from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
 from tests.token_data import write_token_files
 
@@ -52,8 +57,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def prepared(target: Path, data: Path, *variants: Variant, resumed: bool = False, **options: Any) -> PreparedTraining:
-    small: dict[str, Any] = dict(drafter="medusa", batch_size=4, chain=1)
-    return prepare_training(target, data, TrainSettings(variants=variants, **small, **options), resumed=resumed)
+    small: dict[str, Any] = dict(drafter="medusa", batch_size=4, chain=1) | options
+    return prepare_training(target, data, TrainSettings(variants=variants, **small), resumed=resumed)
 
 
 def test_the_covariance_is_taken_for_low_rank_factors_alone_and_params_once_a_head_and_start(
@@ -76,7 +81,7 @@ def test_a_run_that_goes_on_makes_no_params_but_those_that_stay(target: Path, da
     assert isinstance(low_rank["down"], jax.ShapeDtypeStruct)
     assert isinstance(trimmed["lm_head"], jax.ShapeDtypeStruct)
     assert trimmed["token_ids"].shape == (40,)
-    assert isinstance(trimmed["token_ids"], jax.Array)
+    assert isinstance(trimmed["token_ids"], np.ndarray)
 
 
 def test_sequences_are_as_long_as_the_longest_needs(target: Path, data: Path, made: list[str]) -> None:
@@ -105,6 +110,38 @@ def test_a_time_stands_instead_of_epochs(target: Path, data: Path, made: list[st
     ):
         with pytest.raises(ValueError, match=message):
             TrainSettings(**changes)
+
+
+def test_a_training_that_cannot_fit_is_refused_with_what_takes_how_much(
+    target: Path, data: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared(target, data, Variant(head="full"), Variant(head="trimmed:40"))
+    model, config = run.target.model, run.target.model.config
+    plan = plan_training(model, run.drafters, run.networks, run.settings)
+    assert plan.available_bytes is None  # a CPU does not say
+    plan.check()
+    width, vocab_size = config.hidden_size, config.vocab_size
+    sizes = {name: width * width + width + width * rows for name, rows in (("full", vocab_size), ("trimmed_40", 40))}
+    # Float32 parameters and two moments; the trimmed head's token ids are int32.
+    assert plan.drafter_bytes == {"full": 12 * sizes["full"], "trimmed_40": 12 * sizes["trimmed_40"] + 4 * 40}
+    assert plan.gradient_bytes == 4 * sizes["full"]
+    # Four rows of 64 positions, all of them one chunk; of one step of the chain the drafter's logits and their gradient.
+    assert plan.logits_bytes == 4 * 256 * vocab_size * 3
+    monkeypatch.setattr(training_memory, "device_bytes", lambda device: 2**10)
+    small = dataclasses.replace(plan, target_bytes=2**30, available_bytes=2**29)
+    with pytest.raises(ValueError, match=r"needs 1.0 GiB at least, .* 0.5 GiB: the target 1.00, drafter full 0.00, drafter trimmed_40"):
+        small.check()
+    with pytest.raises(ValueError, match="Train fewer drafters at a time, lower chunk_size or batch_size"):
+        prepared(target, data, Variant(head="full"))
+
+
+def test_a_float32_target_is_pointed_out_where_another_dtype_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Transformer(tiny_config(), dtype=jax.numpy.float32)
+    warn_of_float32(model)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(UserWarning, match="--dtype bfloat16"):
+        warn_of_float32(model)
+    warn_of_float32(model.clone(dtype=jax.numpy.bfloat16))
 
 
 def test_states_that_a_run_left_are_not_lost_by_one_without_checkpoints(tmp_path: Path) -> None:
