@@ -16,7 +16,7 @@ from specjax.drafting.heads.named_head import named_head as library_named_head
 
 FULL = "full"
 # The `init` of a head that was made from a trained one and not trained itself.
-CUT_FROM_FULL = "cut from full"
+CUT_FROM_FULL, OF_SCREENED = "cut from full", "that of the screened head"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.draft_heads import CUT_FROM_FULL, FULL, GivenToken, describe, label, named_head, random_head
+from experiments.draft_heads import CUT_FROM_FULL, FULL, OF_SCREENED, GivenToken, describe, label, named_head, random_head
 from experiments.experiment import ExperimentError
 from experiments.models import load_model
 from experiments.presets import PRESETS, random_params
@@ -19,7 +19,7 @@ from specjax.drafting.drafter import Drafter
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config, default_feature_layers
 from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
-from specjax.drafting.heads import DraftHead, FullHead, TrimmedHead
+from specjax.drafting.heads import DraftHead, FullHead, ScreenedHead, TrimmedHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
 from specjax.drafting.heads.from_full_head import frequent_tokens, trimmed_from
 from specjax.training.target_batch import TargetArrays
@@ -89,7 +89,8 @@ def load_families(paths: Sequence[str], *, dtype: str, implementation: str, cach
     """Checkpoints of drafters: of each family those that differ in their heads alone.
 
     A family is "eagle3", or "draft_model": draft models as they are, and with a replaced head. Of these the full head is always there: each
-    has it beside the other one. An EAGLE-3 drafter's has random weights, for timing, unless a checkpoint has a trained one.
+    has it beside the other one. Of EAGLE-3 drafters a screened head brings it too: it holds a full head, and what is trained beside that
+    does not pull at the drafter. Without any its weights are random, for timing.
 
     Raises:
         ExperimentError: Another kind of model, a head that is the target's own, two heads of one kind, or drafters of a family that differ
@@ -262,6 +263,13 @@ def _candidates(members: Sequence[tuple[str, Network, Mapping[str, Any], Mapping
     _, network, params, _ = members[0]
     if FULL not in trained and isinstance(network, DraftModelNetwork):
         trained[FULL], metadata[FULL] = headed(network, params, FullHead(shared=True), {}), {}
+    whole = [name for name, (network, _) in trained.items() if isinstance(network.config.head, ScreenedHead)]
+    if FULL not in trained and whole:
+        network, params = trained[whole[0]]
+        trained[FULL] = headed(network, params, FullHead(), {"lm_head": params[DRAFT_HEAD]["lm_head"]})
+        record = metadata[whole[0]].get("training", {})
+        variant = next(iter(record.get("variants", [])), {}) | {"init": OF_SCREENED}
+        metadata[FULL] = dict(metadata[whole[0]]) | {"training": record | {"variants": [variant]}}
     heads = {name: (network.config.head, params.get(DRAFT_HEAD, {})) for name, (network, params) in trained.items()}
     if FULL not in heads:
         heads[FULL] = FullHead(), random_head(FullHead(), **sizes_of(network), dtype=dtype, made={})

@@ -32,6 +32,7 @@ from experiments.mid_decode import Middle, drafting_loop
 from experiments.presets import PRESETS, kv_bytes, random_array
 from experiments.timing import Loop, LoopTiming, time_loops
 from specjax import ModelConfig
+from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import DraftHead
 
 PICKS = ("argmax", "sample")
@@ -142,6 +143,7 @@ class Bench:
         )
         network, params = self.candidates.network, self.candidates.params
         drafter, params = with_head(network, params, head, head_params, self.target, self.target_params)
+        assert isinstance(network, Eagle3)
         width = network.config.num_features * self.target.hidden_size
         return drafting_loop(drafter, params, middle, vocab_size=self.target.vocab_size, feature_shape=(width, jnp.dtype(config.dtype)))
 

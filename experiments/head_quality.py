@@ -5,10 +5,11 @@ Hardware: one H200 for a 1.5B target in bfloat16
 Time: not measured on a GPU yet; most of it is compilation
 Result: none on record yet
 
-The drafters are checkpoints of `specjax train`: EAGLE-3 drafters of one body's shape, trained alike, one of them with the full head; or a
-draft model with other heads than its own, which is there as well; or both kinds, each held against its own full head. Every prompt set is
-decoded with each of them and plainly, at every batch size and temperature, in one process. `derive` adds heads that are rows of the full
-one, for tokens that are frequent in `data`, so that a trimmed head as large as another one costs no training.
+The drafters are checkpoints of `specjax train`: EAGLE-3 drafters of one body's shape, trained alike, one of them with the full head (or
+with a screened one, which holds it); or a draft model with other heads than its own, which is there as well; or both kinds, each held
+against its own full head. Every prompt set is decoded with each of them and plainly, at every batch size and temperature, in one process.
+`derive` adds heads that are rows of the full one, for tokens that are frequent in `data`, so that a trimmed head as large as another one
+costs no training.
 
 `rho_tau` is a drafter's mean acceptance length over the full head's, on the same prompts. `kappa` and `nu` are measured beforehand with the
 library's own steps (see `recommend_head`), and with rho_tau make `predicted_speedup_over_full`: SlimSpec's model, arXiv:2605.10453.

@@ -129,6 +129,19 @@ def test_a_draft_models_own_head_is_there_beside_the_other_one(drafters: dict[st
     assert list(candidates.heads) == ["full", "low_rank, R 4"]
 
 
+def test_a_screened_heads_full_head_is_there_beside_it(tmp_path: Path, target_path: Path) -> None:
+    head = ScreenedHead(rank=4, num_candidates=8)
+    network = new_eagle3(load_checkpoint(target_path).model.config, head, dtype=jnp.float32)
+    record = {"training": {"variants": [{"init": "svd", "loss": {"kind": "forward_kl"}}]}}
+    save_checkpoint(tmp_path / "screened", network.config, initial_params(network), record)
+    candidates = load_candidates([str(tmp_path / "screened")], **OPTIONS)
+    full, params = candidates.trained["full"]
+    assert full.config.head == FullHead()
+    np.testing.assert_array_equal(params["draft_head"]["lm_head"], candidates.params["draft_head"]["lm_head"])
+    np.testing.assert_array_equal(candidates.heads["full"][1]["lm_head"], candidates.params["draft_head"]["lm_head"])
+    assert candidates.metadata["full"]["training"]["variants"][0]["init"] == "that of the screened head"
+
+
 def test_a_cut_head_is_the_full_ones_rows_of_the_frequent_tokens(drafters: dict[str, Path]) -> None:
     candidates = load_candidates([str(drafters["eagle3"])], **OPTIONS)
     counts = np.arange(259)
