@@ -199,9 +199,11 @@ def check_token_ids(what: str, token_ids: Any, *, vocab_size: int) -> np.ndarray
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(f"{what} must be tokens from 0 to {vocab_size - 1}, got {outside[0]}")
-    tokens, counts = np.unique(ids, return_counts=True)
-    if len(tokens) < len(ids):
-        raise ValueError(f"{what} must be different tokens, {tokens[counts > 1][0]} is there {counts[counts > 1][0]} times")
+    # A count a token, not a sort: this is done at every call.
+    counts = np.bincount(ids, minlength=vocab_size)
+    if ids.size and counts.max() > 1:
+        twice = np.argmax(counts > 1)
+        raise ValueError(f"{what} must be different tokens, {twice} is there {counts[twice]} times")
     return ids.astype(np.int32)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from specjax.drafting.heads.draft_head import HeadScores, matrix, require_size
 from specjax.drafting.heads.low_rank import LowRankHead, low_rank_logits
 from specjax.models.layers import PROJECTION_INIT, full_precision, head_product
+from specjax.top_k import largest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,10 @@ class ScreenedHead:
         """See `DraftHead.scores`."""
         full = matrix(params, shared_head, shared=self.shared)
         # With a NaN in the hidden state any ids may come out; the exact scores are then NaN, and say so.
-        _, ids = jax.lax.top_k(low_rank_logits(params, hidden), self.num_candidates)
+        ids = largest(low_rank_logits(params, hidden), self.num_candidates)  # in no particular order: the exact scores decide
         rows = jnp.take(full, ids, axis=0).astype(hidden.dtype)
         exact = jnp.einsum("...d,...kd->...k", hidden, rows, precision=full_precision(hidden), preferred_element_type=jnp.float32)
-        return HeadScores(exact, ids.astype(jnp.int32))
+        return HeadScores(exact, ids)
 
     def training_scores(
         self, params: Mapping[str, jax.Array], hidden: jax.Array, shared_head: jax.Array | None = None

@@ -1,0 +1,99 @@
+"""The k largest of many numbers in no particular order: a radix selection instead of a sort. Alabi et al., doi:10.1145/2133803.2345676.
+
+On a GPU XLA answers `jax.lax.top_k` with a sort of all the numbers once k is more than a few. Which k are largest takes less: the k-th
+largest is found digit by digit, each digit by counting; then what lies above it is moved together.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_KEY_BITS = 32
+# Bits of the k-th largest number's key that a pass over the numbers finds. A pass counts against 2^bits - 1 thresholds.
+_DIGIT_BITS = 4
+# Numbers whose prefix sums are taken at once, each from scratch.
+_BLOCK = 64
+
+
+def largest(values: jax.Array, k: int) -> jax.Array:
+    """Where the k largest of `values` stand: as a set the columns of `jax.lax.top_k`, but in any order.
+
+    Of equal values those in front are taken. NaN counts as larger than all others, and 0 and -0 are equal.
+
+    Args:
+        values: `[..., V]` float32.
+        k: Static, from 1 to V.
+
+    Returns:
+        `[..., k]` int32 columns, each once. On a CPU they are in `top_k`'s order, elsewhere ascending.
+
+    Raises:
+        ValueError: Another dtype, or a k outside 1 to V.
+    """
+    if values.dtype != jnp.float32 or values.ndim == 0:
+        raise ValueError(f"values must be float32 [..., V], got {values.dtype} of shape {list(values.shape)}")
+    if not 1 <= k <= values.shape[-1]:
+        raise ValueError(f"k must be from 1 to V = {values.shape[-1]}, got {k}")
+    if k == values.shape[-1]:
+        return jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), values.shape)
+    # A CPU's top_k keeps a heap of k: it reads the numbers once.
+    return jax.lax.platform_dependent(values, cpu=lambda values: _sorted(values, k), default=lambda values: radix_largest(values, k))
+
+
+def radix_largest(values: jax.Array, k: int) -> jax.Array:
+    """`largest` by radix selection; columns ascend.
+
+    Args:
+        values: `[..., V]` float32.
+        k: Static, from 1 to V.
+    """
+    keys = _ordered_keys(values)
+    kth = jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)
+    for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        # The largest digit with which at least k numbers are no smaller: 0, or as many as there are thresholds that so many reach.
+        thresholds = kth | jnp.arange(1, 2**_DIGIT_BITS, dtype=jnp.uint32) << shift
+        reached = jnp.sum(keys[..., None, :] >= thresholds[..., None], axis=-1, dtype=jnp.int32) >= k
+        kth |= reached.sum(axis=-1, keepdims=True, dtype=jnp.uint32) << shift
+    above, equal = prefix_sums(jnp.stack([keys > kth, keys == kth]).astype(jnp.int32))
+    # Of those that equal the k-th largest, the first ones fill up. Ranks grow at the columns that are chosen, and nowhere else.
+    ranks = above + jnp.minimum(equal, k - above[..., -1:])
+    wanted = jnp.arange(1, k + 1, dtype=jnp.int32)
+    columns = jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan_unrolled"))(ranks.reshape(-1, ranks.shape[-1]))
+    return columns.reshape(*values.shape[:-1], k).astype(jnp.int32)
+
+
+def prefix_sums(values: jax.Array) -> jax.Array:
+    """`jnp.cumsum(values, axis=-1)` in few passes: on a GPU that one is a pass, or several, for each doubling of the length.
+
+    Args:
+        values: `[..., n]` integers.
+    """
+    size = values.shape[-1]
+    if size <= _BLOCK:
+        below = jnp.tri(size, dtype=bool)
+        return jnp.where(below, values[..., None, :], 0).sum(axis=-1, dtype=values.dtype)
+    padded = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -size % _BLOCK)])
+    inside = prefix_sums(padded.reshape(*values.shape[:-1], -1, _BLOCK))
+    totals = inside[..., -1]
+    before = prefix_sums(totals) - totals
+    return (inside + before[..., None]).reshape(padded.shape)[..., :size]
+
+
+def _sorted(values: jax.Array, k: int) -> jax.Array:
+    # top_k tells the signs of NaN and of zero apart.
+    bits = jnp.where(jnp.isnan(values), _bits(jnp.full_like(values, jnp.nan)), _bits(values))
+    return jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1].astype(jnp.int32)
+
+
+def _ordered_keys(values: jax.Array) -> jax.Array:
+    """uint32 that compare as the values do."""
+    bits = _bits(values)
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    return jnp.where(jnp.isnan(values), jnp.uint32(2**32 - 1), keys)
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    """Those of the values, with one zero; to add 0.0 would say the same, but XLA leaves it out."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits << 1 == 0, jnp.uint32(0), bits)

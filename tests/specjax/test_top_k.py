@@ -1,0 +1,78 @@
+"""The k largest are those of `jax.lax.top_k`, in whatever order, and of equal ones the first."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.top_k import largest, prefix_sums, radix_largest
+
+V = 140  # three of the blocks in which prefix sums are taken
+
+
+def cases() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(3, V)).astype(np.float32)
+    special = normal.copy()
+    special[0, ::7], special[1, ::5], special[2, ::3] = np.nan, np.inf, -np.inf
+    special[0, 1] = -np.float32(np.nan)  # its sign bit is set
+    zeros = np.where(rng.random((3, V)) < 0.5, np.float32(0.0), np.float32(-0.0))
+    return {
+        "spread over all magnitudes": (normal * 10.0 ** rng.integers(-44, 38, (3, V))).astype(np.float32),
+        "many ties": rng.integers(-3, 4, (3, V)).astype(np.float32),
+        "NaN and infinite": special,
+        "all zero": zeros,
+        "all minus infinity": np.full((3, V), -np.inf, np.float32),
+        "negative": -np.abs(normal),
+    }
+
+
+def expected(values: np.ndarray, k: int) -> np.ndarray:
+    """By a stable sort in NumPy: NaN first, then the largest, of equal ones the first."""
+    keys = np.where(np.isnan(values), np.inf, values.astype(np.float64))
+    return np.sort(np.stack([np.lexsort((-row, ~nan))[:k] for row, nan in zip(keys, np.isnan(values), strict=True)]), axis=-1)
+
+
+@pytest.mark.parametrize("k", [1, 2, 33, V - 1, V])
+def test_the_k_largest_are_found(k: int) -> None:
+    radix, chosen = (jax.jit(function, static_argnums=1) for function in (radix_largest, largest))
+    for name, values in cases().items():
+        wanted = expected(values, k)
+        np.testing.assert_array_equal(radix(values, k), wanted, err_msg=name)
+        np.testing.assert_array_equal(np.sort(chosen(values, k), axis=-1), wanted, err_msg=name)
+
+
+def test_as_a_set_they_are_those_of_jax() -> None:
+    values = cases()["many ties"]
+    np.testing.assert_array_equal(jax.jit(radix_largest, static_argnums=1)(values, 20), np.sort(jax.lax.top_k(values, 20)[1], axis=-1))
+
+
+def test_any_number_of_leading_axes_is_allowed() -> None:
+    values = jnp.asarray(cases()["negative"])
+    for function in (largest, radix_largest):
+        run = jax.jit(lambda values, function=function: function(values, 4))
+        np.testing.assert_array_equal(run(values[0]), run(values)[0])
+        np.testing.assert_array_equal(run(values.reshape(3, 1, V))[:, 0], run(values))
+        np.testing.assert_array_equal(jax.jit(jax.vmap(run))(values), run(values))
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 64 * 64 + 3])
+def test_prefix_sums_are_numpys(size: int) -> None:
+    values = np.random.default_rng(0).integers(-5, 6, (2, size)).astype(np.int32)
+    np.testing.assert_array_equal(jax.jit(prefix_sums)(values), np.cumsum(values, axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("values", "k", "message"),
+    [
+        (np.zeros((2, 3), np.float32), 0, "k must be from 1 to V = 3, got 0"),
+        (np.zeros((2, 3), np.float32), 4, "k must be from 1 to V = 3, got 4"),
+        (np.zeros((2, 3), np.int32), 1, r"values must be float32 \[..., V\], got int32 of shape \[2, 3\]"),
+        (np.float32(1.0), 1, r"got float32 of shape \[\]"),
+    ],
+)
+def test_what_cannot_be_selected_is_refused(values: np.ndarray, k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        largest(jnp.asarray(values), k)
