@@ -22,7 +22,7 @@ def largest(values: jax.Array, k: int) -> jax.Array:
     Of equal values those in front are taken. NaN counts as larger than all others, and 0 and -0 are equal.
 
     Args:
-        values: `[..., V]` float32.
+        values: `[..., V]` float32, V below 2^24.
         k: Static, from 1 to V.
 
     Returns:
@@ -67,12 +67,13 @@ def prefix_sums(values: jax.Array) -> jax.Array:
     """`jnp.cumsum(values, axis=-1)` in few passes: on a GPU that one is a pass, or several, for each doubling of the length.
 
     Args:
-        values: `[..., n]` integers.
+        values: `[..., n]` integers, whose sums stay below 2^24.
     """
     size = values.shape[-1]
     if size <= _BLOCK:
-        below = jnp.tri(size, dtype=bool)
-        return jnp.where(below, values[..., None, :], 0).sum(axis=-1, dtype=values.dtype)
+        # A product, which no compiler writes out as [..., n, n].
+        sums = jnp.matmul(values.astype(jnp.float32), jnp.tri(size).T, precision=jax.lax.Precision.HIGHEST)
+        return sums.astype(values.dtype)
     padded = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -size % _BLOCK)])
     inside = prefix_sums(padded.reshape(*values.shape[:-1], -1, _BLOCK))
     totals = inside[..., -1]
