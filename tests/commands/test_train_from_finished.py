@@ -91,7 +91,8 @@ def test_a_draft_models_head_is_replaced_trained_saved_and_drafts(target: Path, 
     assert json.loads(described.stdout)["kind"] == "draft_model"
 
 
-@pytest.mark.parametrize("head_only", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("head_only", [True, False])
 def test_an_eagle3_drafters_head_is_replaced_and_trained_alone_or_with_its_body(
     head_only: bool, target: Path, data: Path, tmp_path: Path
 ) -> None:
