@@ -49,6 +49,16 @@ def test_every_evaluation_has_a_row_a_set_and_one_for_their_mean(trained: tuple[
     assert train_drafter.columns(mean)["set"] == "mean"
 
 
+@pytest.mark.full
+def test_a_draft_models_head_is_trained_and_evaluated(target_path: Path, drafter_path: Path, data_dir: Path, tmp_path: Path) -> None:
+    data = write_token_files(tmp_path / "tokens", target_path)
+    paths = (f"target={target_path}", f"data={data}", f"out={tmp_path / 'out'}", f"data_dir={data_dir}", f"start={drafter_path}")
+    words = ("drafter=draft_model", "variants=low_rank:4@svd", "sets=first", *SMALL, *DECODING)
+    rows = [check_row(row) for row in train_drafter.run(parse_config(train_drafter.Config, (*paths, *words)))]
+    assert {(row["drafter"], row["head"], row["rank"]) for row in rows} == {("draft_model", "low_rank", 4)}
+    assert load_checkpoint(tmp_path / "out" / "low_rank_4-svd").metadata["training"]["start"] == "tiny-drafter"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
