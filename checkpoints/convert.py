@@ -24,6 +24,7 @@ from specjax.checkpoints.formats.any_source import open_any_source
 from specjax.checkpoints.kinds import abstract_params, kind_of
 from specjax.checkpoints.logit_check import check_logits, reason_to_skip
 from specjax.checkpoints.manifest import MANIFEST, read_transformer_config
+from specjax.checkpoints.pretrained_drafters import pretrained_drafters
 from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
 from specjax.checkpoints.store import TOKENIZER_FOLDER, write_checkpoint
 
@@ -67,7 +68,7 @@ def convert(
     """Converts a model or a drafter, parameter by parameter: memory is bounded by the largest, whatever the model's size.
 
     Args:
-        source: A Hugging Face folder or hub id, or a `.gguf` file.
+        source: A Hugging Face folder or hub id, a `.gguf` file, or one of `pretrained_drafters()` by its name.
         destination: The checkpoint folder to create.
         dtype: `"bfloat16"` or `"float32"`, for every parameter.
         force: Replace a checkpoint that exists.
@@ -94,6 +95,8 @@ def convert(
     destination = Path(destination)
     check_destination(destination, force=force, marker=MANIFEST)
     target_config = None if target is None else read_transformer_config(target)
+    if not Path(source).exists():
+        source = pretrained_drafters().get(str(source), source)
     found = open_any_source(source, tie_embeddings=tie_embeddings, target=target_config, feature_layers=feature_layers, draft_ids=draft_ids)
     check_keeps(destination, found.location, *found.files, *(() if target is None else (target,)))
     check_source(found)
@@ -146,7 +149,7 @@ def _metadata(source: WeightSource, bar: Progress) -> dict[str, Any]:
 
 
 def convert_command(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id, or a .gguf file.")],
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder or hub id, a .gguf file, or a drafter that comes with specjax.")],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to create.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that exists.")] = False,

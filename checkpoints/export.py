@@ -3,8 +3,9 @@
 ```
 destination/
 ├── config.json          flat, as the official ones; the fields of EAGLE-3.1 and of the low-rank head where they are used
-└── model.safetensors    midlayer.*, layers.1.* and on, fc, norm, lm_head (or lm_head.down and .up), d2t (offsets), t2d;
-                         or, where a limit is set, shards and their index
+├── model.safetensors    midlayer.*, layers.1.* and on, fc, norm, lm_head (or lm_head.down and .up), d2t (offsets), t2d;
+│                        or, where a limit is set, shards and their index
+└── training.json        how it was trained, where the checkpoint remembers that; other engines do not read it
 ```
 
 Reading it again gives the same configuration and the same parameters, bit by bit.
@@ -41,7 +42,7 @@ from specjax.drafting.draft_model_network import DraftModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
 
-_CONFIG = "config.json"
+_CONFIG, _TRAINING = "config.json", "training.json"
 
 
 def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bool = False, max_shard_bytes: int | None = None) -> None:
@@ -63,10 +64,11 @@ def export_drafter(checkpoint: str | Path, destination: str | Path, *, force: bo
     """
     check_destination(destination, force=force, marker=_CONFIG)
     check_keeps(destination, checkpoint)
-    config = read_manifest(Path(checkpoint).absolute()).config
-    official_config(config, "float32")  # refuses before the weights are read
+    manifest = read_manifest(Path(checkpoint).absolute())
+    official_config(manifest.config, "float32")  # refuses before the weights are read
     cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    export_params(config, load_checkpoint(checkpoint, shardings=cpu).params, destination, force=force, max_shard_bytes=max_shard_bytes)
+    params, training = load_checkpoint(checkpoint, shardings=cpu).params, manifest.metadata.get("training")
+    export_params(manifest.config, params, destination, force=force, max_shard_bytes=max_shard_bytes, training=training)
 
 
 def export_params(
@@ -76,6 +78,7 @@ def export_params(
     *,
     force: bool = False,
     max_shard_bytes: int | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> None:
     """The same for a drafter that is in memory.
 
@@ -85,6 +88,7 @@ def export_params(
         destination: The folder to create.
         force: Replace an export that exists.
         max_shard_bytes: As in `export_drafter`.
+        training: How it was trained, JSON values, to be remembered beside the weights.
 
     Raises:
         FileExistsError: The destination exists and `force` is false.
@@ -95,6 +99,8 @@ def export_params(
     raw = official_config(config, str(params["fc"].dtype))
     with atomic_folder(destination, force=force, marker=_CONFIG) as folder:
         (folder / _CONFIG).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        if training is not None:
+            (folder / _TRAINING).write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
         try:
             _write_tensors(folder, official_tensors(config, params), max_shard_bytes)
         except SafetensorError as error:
@@ -104,7 +110,7 @@ def export_params(
 
 def _write_tensors(folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int | None) -> None:
     if max_shard_bytes is None:
-        save_file(dict(tensors), folder / SINGLE, metadata={"format": "pt"})
+        _write_file(tensors, folder / SINGLE)
         return
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -113,10 +119,16 @@ def _write_tensors(folder: Path, tensors: Mapping[str, np.ndarray], max_shard_by
         max_shard_size=max_shard_bytes,
     )
     for name, members in split.filename_to_tensors.items():
-        save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
+        _write_file({member: tensors[member] for member in members}, folder / name)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    # safetensors lets nobody else read what it wrote; the other files here have what the user's umask says.
+    path.chmod(path.with_name(_CONFIG).stat().st_mode)
 
 
 def official_config(config: Any, dtype: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from experiments.experiment import ExperimentError
 from experiments.presets import PRESETS, random_params
 from specjax import DraftModel, PromptLookup, Transformer
 from specjax.checkpoints.pairing import drafter_for_target
+from specjax.checkpoints.pretrained_drafters import pretrained_drafters
 from specjax.checkpoints.store import Checkpoint, load_checkpoint
 from specjax.drafting.drafter import Drafter
 
@@ -97,7 +98,7 @@ def load_model(
     """Loads or makes a model, or the network of a drafter.
 
     Args:
-        name: A preset's name, or a path: our checkpoint, a Hugging Face folder or a GGUF file.
+        name: A preset's name, that of a drafter that comes with specjax, or a path: our checkpoint, a Hugging Face folder or a GGUF file.
         dtype: Compute dtype, and that of the weights.
         implementation: Attention implementation.
         cache_dir: Where conversions are kept; `None` is `default_cache_dir()`.
@@ -112,6 +113,8 @@ def load_model(
         model = Transformer(PRESETS[name](), dtype=number, param_dtype=number, attention_implementation=implementation)
         return Model(name, model, random_params(model, jax.random.key(0) if rng is None else rng), "random")
     path = Path(name).expanduser()
+    if not path.exists():
+        path = pretrained_drafters().get(name, path)
     if not path.exists():
         raise ExperimentError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a path that exists")
     path = converted(path, dtype=dtype, cache_dir=cache_dir, target=target)

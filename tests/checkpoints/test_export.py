@@ -143,11 +143,15 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path) -> None:
     app.command()(export_command)
     config = drafter(head=PRUNED)
     params = random_params(config, jnp.bfloat16)
-    save_checkpoint(tmp_path / "checkpoint", config, params)
+    record = {"num_steps": 7}
+    save_checkpoint(tmp_path / "checkpoint", config, params, {"training": record})
     arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "out")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert_reads_back(tmp_path / "out", config, params)
+    assert json.loads((tmp_path / "out" / "training.json").read_text()) == record
+    # Whoever may read one of the files may read the others.
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 1
     assert "--force" in again.output
