@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run head_latency --record
 Hardware: one H200 (any device works; `models=tiny heads=low_rank:8 batches=1` on a CPU)
-Time: not measured on a GPU yet
-Result: none on record yet
+Time: 6 minutes
+Result: at batch 1 a full head is 57 to 71 % of drafting; rank D/8 takes 0.16 to 0.23 of its time with arg-max, 0.28 to 0.37 sampling
 
 A head's time is what it adds to a chain of drafts: EAGLE-3 proposes G tokens and commits one, as in the library's own step, with the head
 and with the token given; the difference over G is the head's (the scores, and picking a token from them). nu is that over the full head's,
@@ -216,6 +216,12 @@ def show(row: dict) -> str:
         f"  {row['ratio_to_floor']:4.2f} x its floor  nu {row['nu']:5.3f} ({row['nu_min']:.3f} to {row['nu_max']:.3f})"
         f"  {row['share_of_drafting']:4.0%} of drafting"
     )
+
+
+def table_rows(rows: list[dict]) -> list[dict]:
+    """The smallest batch, where heads weigh most."""
+    smallest = min(row["batch"] for row in rows)
+    return [row for row in rows if row["batch"] == smallest]
 
 
 def columns(row: dict) -> dict:

@@ -1,8 +1,8 @@
 """Rewrites the README's tables from experiments/results/*.json: `python -m experiments.report`; `--check` only says whether they agree.
 
 A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->` and is made from `results/NAME.json`. An experiment's module may
-say which columns to show (`columns(row)`) and how to draw its rows: one figure (`plot(rows, axes)`, to `results/NAME.svg`) or several
-(`plots(rows)`, by suffix a function of axes, to `results/NAME-SUFFIX.svg`; the empty suffix is `NAME.svg`).
+say which rows to show (`table_rows(rows)`), which columns (`columns(row)`), and how to draw its rows: one figure (`plot(rows, axes)`, to
+`results/NAME.svg`) or several (`plots(rows)`, by suffix a function of axes, to `results/NAME-SUFFIX.svg`; the empty suffix is `NAME.svg`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def rewritten(text: str, results: Path) -> str:
 
 def markdown(result: dict, file_name: str) -> str:
     """A result's tables (one for each set of columns) and where they come from."""
-    shown = [_columns(result["experiment"], row) for row in result["rows"]]
+    module = _module(result["experiment"])
+    rows = module.table_rows(result["rows"]) if hasattr(module, "table_rows") else result["rows"]
+    shown = [_columns(module, row) for row in rows]
     tables = [_table(list(rows)) for _, rows in itertools.groupby(shown, key=lambda row: tuple(row))]
     device, versions = result["device"], result["versions"]
     count = f"{device['count']} × " if device["count"] > 1 else ""
@@ -83,7 +85,8 @@ def markdown(result: dict, file_name: str) -> str:
     weights = ", ".join(dict.fromkeys(row["weights"] for row in result["rows"]))
     sha, dash, state = result["git_sha"].partition("-")  # "dirty", where the tree had changes
     where = f"{count}{device['kind']}, JAX {versions['jax']}, weights {weights}, commit {sha[:8]}{dash}{state}"
-    origin = f"From {source}: {where}; `{result['command']}`."
+    part = "" if len(rows) == len(result["rows"]) else f" (here {len(rows)} of its {len(result['rows'])} rows)"
+    origin = f"From {source}{part}: {where}; `{result['command']}`."
     if result.get("interrupted"):
         origin += " The run was interrupted: these are the rows that it finished."
     return "\n".join([*tables, origin, ""])
@@ -123,8 +126,8 @@ def _module(experiment: str) -> Any:
     return importlib.import_module(f"experiments.{experiment}")
 
 
-def _columns(experiment: str, row: dict) -> dict[str, Any]:
-    columns = getattr(_module(experiment), "columns", None)
+def _columns(module: Any, row: dict) -> dict[str, Any]:
+    columns = getattr(module, "columns", None)
     if columns is not None:
         return columns(row)
     return {key: value for key, value in row.items() if not isinstance(value, list | dict)}

@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run train_drafter target=TARGET data=TOKENS out=FOLDER data_dir=PROMPTS --record
 Hardware: one H200 or several
-Time: not measured over a whole run yet
-Result: none on record yet
+Time: 5 minutes for 20 million loss tokens of SmolLM2-135M, one drafter, evaluations included
+Result: SmolLM2's drafter reaches a mean acceptance length of 2.56 over six sets; a start from the target's own head helps much
 
 Drafters are trained side by side on one stream of the target's features. At every evaluation each of them drafts for the target on real
 prompts, greedily, through `speculative_generate`: `mean_acceptance_length` is what it delivers, the bonus included. What the training
@@ -313,6 +313,14 @@ def show(row: dict) -> str:
         f"mean acceptance length {row['mean_acceptance_length']:.3f}  (training: loss {row['train_loss']:.3f}, expects "
         f"{row['expected_acceptance_length']:.2f}; {row['positions_per_s']:.0f} positions/s)"
     )
+
+
+def table_rows(rows: list[dict]) -> list[dict]:
+    """Means over the sets: of one drafter at every evaluation, and then each set at the last one; of several at the last one alone."""
+    last = max(row["step"] for row in rows)
+    if len({row["variant"] for row in rows}) > 1:
+        return [row for row in rows if row["dataset"] == "mean" and row["step"] == last]
+    return [row for row in rows if row["dataset"] == "mean"] + [row for row in rows if row["dataset"] != "mean" and row["step"] == last]
 
 
 def columns(row: dict) -> dict:

@@ -53,6 +53,16 @@ def test_an_interrupted_run_is_called_one(tmp_path):
     assert "The run was interrupted: these are the rows that it finished." in report.rewritten(README, tmp_path)
 
 
+def test_a_table_of_some_rows_says_of_how_many(tmp_path, monkeypatch):
+    rows = [RESULT["rows"][0] | {"tokens_per_s": speed} for speed in (111.0, 222.0, 333.0)]
+    (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"rows": rows}))
+    module = report._module("quickstart")
+    monkeypatch.setattr(module, "table_rows", lambda rows: [row for row in rows if row["tokens_per_s"] != 222.0], raising=False)
+    text = report.rewritten(README, tmp_path)
+    assert "results/quickstart.json) (here 2 of its 3 rows): abacus" in text
+    assert [speed for speed in (111, 222, 333) if f"| {speed} |" in text] == [111, 333]
+
+
 def test_missing_results_and_unpaired_markers_are_errors(tmp_path):
     with pytest.raises(ExperimentError, match=r"quickstart\.json does not exist"):
         report.rewritten(README, tmp_path)

@@ -155,9 +155,7 @@ def test_a_config_checks_itself(changes: dict, message: str) -> None:
         config(**changes)
 
 
-def test_packed_rows_hold_whole_sequences_and_every_usable_one_but_the_last(
-    files: TokenFiles, sequences: list[TokenSequence]
-) -> None:
+def test_packed_rows_hold_whole_sequences_and_every_usable_one_but_the_last(files: TokenFiles, sequences: list[TokenSequence]) -> None:
     length = 20
     batches = TokenBatches(files, config(packed=True, sequence_length=length, batch_size=2, num_epochs=1))
     usable = {int(one.tokens[0]): one for one in sequences if one.loss_mask[1:length].any()}
