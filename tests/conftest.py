@@ -1,8 +1,9 @@
-"""The `--full` option: the same tests over wider grids. And no process that holds too many compiled programs."""
+"""The `--full` option: the same tests over wider grids. Programs that compile fast, and no process that holds too many of them."""
 
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 
@@ -13,11 +14,20 @@ import pytest
 # a full grid makes up to 10,000 of them, a second of compiling about 100.
 _MAX_MAPS, _SECONDS_BETWEEN_CHECKS = 25_000, 2.0
 _MAPS = Path("/proc/self/maps")
+# JAX's own variable, and in small letters its option.
+_FAST_COMPILES = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _last_check = [time.monotonic()]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests over their full grids, as CI does; minutes rather than seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles fast, since compiling takes most of the tests' time, unless the environment has a word on it. With --full as users do."""
+    if not config.getoption("--full") and "not gpu" in config.option.markexpr and _FAST_COMPILES not in os.environ:
+        jax.config.update(_FAST_COMPILES.lower(), True)
+        os.environ[_FAST_COMPILES] = "1"  # for the processes that tests start
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from specjax.drafting.heads.draft_head import DRAFT_HEAD
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
 from specjax.state import Commit, Context, Draft, PrefillChunk
-from tests.helpers import ReplayDrafter, chi_square_p_value, numpy_filtered_probs, numpy_forward, random_model, tiny_config
+from tests.helpers import ReplayDrafter, chi_square_p_value, numpy_filtered_probs, numpy_forward, param_shapes, random_model, tiny_config
 
 # Boundaries of a target of two layers.
 LAYERS = (0, 1, 2)
@@ -64,7 +64,7 @@ def eagle3(target: Any, target_params: dict, *, seed: int = 0, **changes: Any) -
     decoder = tiny_config(num_layers=1, intermediate_size=24, head_dim=cfg.head_dim, **sizes)
     config = Eagle3Config(**dict(decoder=decoder, target_hidden_size=cfg.hidden_size, feature_layers=LAYERS) | changes)
     model = Eagle3(config, dtype=jnp.float32, param_dtype=jnp.float32)
-    params = random_params(jax.eval_shape(model.init_params, jax.random.key(0)), vocab_size=cfg.vocab_size, seed=seed)
+    params = random_params(param_shapes(model), vocab_size=cfg.vocab_size, seed=seed)
     return Eagle3Drafter(model), eagle3_params(model, params, cfg, target_params)
 
 
@@ -83,7 +83,7 @@ def _heads(kind: tuple, target: Any, target_params: dict, seed: int, changes: di
     cfg = target.config
     config = config(**dict(hidden_size=cfg.hidden_size, vocab_size=cfg.vocab_size, num_draft_heads=3, num_layers=2) | changes)
     model = network(config, dtype=jnp.float32, param_dtype=jnp.float32)
-    params = random_params(jax.eval_shape(model.init_params, jax.random.key(0)), vocab_size=cfg.vocab_size, seed=seed)
+    params = random_params(param_shapes(model), vocab_size=cfg.vocab_size, seed=seed)
     return drafter.for_target(model, cfg), make_params(model, params, cfg, target_params)
 
 
@@ -165,7 +165,7 @@ def write_drafter(path: Path, target: Path, kind: str) -> Path:
         "medusa": MedusaConfig(**sizes, num_draft_heads=2, head=FullHead(shared=True)),
         "hydra": HydraConfig(**sizes, num_draft_heads=2),
     }[kind]
-    params = build_model(config, jnp.float32).init_params(jax.random.key(0))
+    params = random_params(param_shapes(build_model(config, jnp.float32)), vocab_size=sizes["vocab_size"])
     save_checkpoint(path, config, params, {"source": path.name, "quantisation": "none"})
     return path
 

@@ -46,10 +46,20 @@ def tiny_config(**changes: Any) -> ModelConfig:
 def random_model(config: ModelConfig, *, seed: int = 0, dtype: Any = jnp.float32) -> tuple[Transformer, dict]:
     """A model and parameters whose greedy text is lively: weights far larger than at initialisation, layers that outweigh the embedding."""
     model = Transformer(config, dtype=dtype, param_dtype=dtype)
-    shapes = jax.eval_shape(model.init_params, jax.random.key(0))
+    return model, jax.tree.map(jnp.array, _random_params(model, seed))
+
+
+@functools.cache
+def param_shapes(model: Any) -> dict:
+    """What `init_params` of a network makes, traced once for all tests."""
+    return jax.eval_shape(model.init_params, jax.random.key(0))
+
+
+@functools.cache
+def _random_params(model: Transformer, seed: int) -> dict:
     rng = np.random.default_rng(seed)
 
-    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def draw(path: tuple, shape: jax.ShapeDtypeStruct) -> np.ndarray:
         name = path[-1].key
         if name == "scale":
             values = rng.uniform(0.5, 1.5, shape.shape)
@@ -57,9 +67,9 @@ def random_model(config: ModelConfig, *, seed: int = 0, dtype: Any = jnp.float32
             matrix = shape.shape[1:] if name.startswith("expert_") else shape.shape
             fan_in = {"embedding": 1, "lm_head": shape.shape[-1] / 4}.get(name, 16 if name.endswith("bias") else matrix[0] / 4)
             values = rng.normal(0, fan_in**-0.5, shape.shape)
-        return jnp.asarray(values, dtype)
+        return values.astype(shape.dtype)
 
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, param_shapes(model))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
 from specjax.training.target_batch import TargetBatch
-from tests.helpers import random_model, random_prompts, tiny_config
+from tests.helpers import param_shapes, random_model, random_prompts, tiny_config
 
 VOCAB, WIDTH, PROMPT_LENGTH, TEXT_LENGTH, NUM_TEXTS = 32, 32, 4, 12, 64
 
@@ -94,7 +94,7 @@ def initial_params(model: Any, seed: int = 0) -> dict:
         spread = leaf.shape[-1] ** -0.5 if DRAFT_HEAD in [part.key for part in path] else 0.02
         return jnp.asarray(rng.normal(0, spread, leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init_params, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(draw, param_shapes(model))
 
 
 def random_batch(*, batch_size: int = 2, num_tokens: int = 9, feature_layers: tuple[int, ...] = ()) -> TargetBatch:
