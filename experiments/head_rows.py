@@ -118,6 +118,10 @@ class Setting:
             )
             for family, candidates in families.items()
         }
+        for measured in costs.values():
+            lost = {name: us for name, us in measured.head_us.items() if us <= 0}
+            if lost:
+                raise ExperimentError(f"the times of heads are lost in the noise: {lost} us; use longer loops or more repeats")
         return cls(config, target, families, batch, temperature, decoders, plain.result(), costs)
 
     def rows(self, prompts: Mapping[str, list[list[int]]]) -> Iterator[dict]:
