@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run head_quality target=TARGET drafters=FULL,LOW_RANK,TRIMMED,SCREENED data_dir=PROMPTS --record
 Hardware: one H200 for a 1.5B target in bfloat16
-Time: not measured on a GPU yet; most of it is compilation
-Result: none on record yet
+Time: 5 minutes on an H200 for five heads and one batch size; most of it is compilation
+Result: see "What a draft head keeps" in the README, made from results/head_quality.json
 
 The drafters are checkpoints of `specjax train`: EAGLE-3 drafters of one body's shape, trained alike, one of them with the full head (or
 with a screened one, which holds it); or a draft model with other heads than its own, which is there as well; or both kinds, each held
@@ -33,6 +33,7 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.head_rows import Setting
 from experiments.models import Model, load_model
 from experiments.prompts import encode, load_prompts
+from experiments.train_figures import Draw
 from specjax.commands.token_data import tokenizer_and_ends
 from specjax.training.token_counts import count_tokens
 from specjax.training.token_files import TokenFiles
@@ -151,11 +152,35 @@ def name_of(row: dict) -> str:
     return f"{label(row)}, cut" if row["init"] == CUT_FROM_FULL else label(row)
 
 
+def table_rows(rows: list[dict]) -> list[dict]:
+    """The means over the sets."""
+    return [row for row in rows if row["dataset"] == "mean"]
+
+
+def plots(rows: list[dict]) -> dict[str, Draw]:
+    """The gain of each head at the smallest batch size, greedily, by the bytes that it reads."""
+    first = [row for row in table_rows(rows) if (row["batch"], row["temperature"]) == (rows[0]["batch"], rows[0]["temperature"])]
+    return {"": lambda axes: _gains(axes, first)}
+
+
+def _gains(axes: Any, rows: list[dict]) -> None:
+    for row in rows:
+        size = row["head_bytes"] / 1e6
+        axes.plot(size, row["speedup_over_full"], "o", color="C0")
+        axes.plot(size, row["predicted_speedup_over_full"], "x", color="C1")
+        axes.annotate(name_of(row), (size, row["speedup_over_full"]), xytext=(4, -11), textcoords="offset points", fontsize=8)
+    axes.plot([], [], "o", color="C0", label="measured")
+    axes.plot([], [], "x", color="C1", label="predicted from its acceptance and its time")
+    axes.set_xscale("log")
+    axes.set_xlabel(f"MB that the head reads a draft token (batch {rows[0]['batch']}, temperature {rows[0]['temperature']:g})")
+    axes.set_ylabel("tokens a second over the full head's")
+    axes.legend(loc="upper right")
+
+
 def columns(row: dict) -> dict:
     """What the report shows of a row."""
     return {
         "drafter": f"{row['drafter']} (undertrained)" if row["undertrained"] else row["drafter"],
-        "set": row["dataset"],
         "batch": row["batch"],
         "temperature": row["temperature"],
         "head": name_of(row),
