@@ -96,6 +96,7 @@ def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
             *((name, head) for head in heads for name in ("first", "second")),
             *(("mean", head) for head in heads),
         ]
+        assert [(row["dataset"], row["head"]) for row in head_quality.table_rows(mine)] == [("mean", head) for head in heads]
         full_rows = {row["dataset"]: row for row in mine if row["head"] == "full"}
         for row in mine:
             full = full_rows[row["dataset"]]
@@ -109,7 +110,7 @@ def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
             # Random weights accept next to nothing.
             assert row["undertrained"] is True
             assert "UNDERTRAINED" in head_quality.show(row)
-            assert head_quality.columns(row)["set"] == row["dataset"]
+            assert head_quality.columns(row)["head"] == head_quality.name_of(row)
         cut = next(row for row in mine if row["head"] == "trimmed")
         assert (cut["init"], cut["train_tokens"], "cut" in head_quality.show(cut)) == (
             "cut from full",
