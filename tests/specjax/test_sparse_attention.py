@@ -31,6 +31,7 @@ from tests.helpers import (
     NUM_TOKENS,
     ReplayDrafter,
     greedy_text,
+    random_model,
     random_prompts,
     recorded,
     tiny_config,
@@ -99,6 +100,18 @@ def test_a_pass_that_keeps_everything_is_dense_whoever_chooses(changes: dict) ->
     got = one_pass(model, params, tokens_of(4), cache, sparse(**changes))
     expected = one_pass(model, params, tokens_of(4), cache, None)
     np.testing.assert_allclose(got.hidden, expected.hidden, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
+
+
+@FULL
+def test_a_bfloat16_pass_that_keeps_everything_is_the_dense_pass() -> None:
+    model, params = random_model(tiny_config(), seed=1, dtype=jnp.bfloat16)
+    tokens = np.random.default_rng(0).integers(0, 64, (3, CAPACITY))
+    cache = one_pass(model, params, tokens, model.init_cache(batch_size=3, capacity=CAPACITY), None).cache
+    cache = cache.with_length(jnp.array([20, 44, 55]))
+    got, expected = (one_pass(model, params, tokens_of(4), cache, x).hidden.astype(jnp.float32) for x in (sparse(), None))
+    # 8 bits of mantissa, rounded anew in each of two layers; outputs are of order 1.
+    np.testing.assert_allclose(got, expected, atol=0.1)
+    assert one_pass(model, params, tokens_of(4), cache, sparse()).cache.summaries.layers[0][0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("score", ["mean", pytest.param("bounds", marks=FULL)])
