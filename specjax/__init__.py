@@ -13,6 +13,7 @@ from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.requests import left_align
 from specjax.sampling import SamplingParams
+from specjax.sparsity import Reuse, SparseAttention, SparsityConfig
 from specjax.state import FinishReason, GenerateOutput
 from specjax.statistics import Statistics
 from specjax.streaming import StreamUpdate, stream_generate
@@ -38,9 +39,12 @@ __all__ = [
     "NoDraft",
     "PromptLookup",
     "RejectionSampling",
+    "Reuse",
     "RopeConfig",
     "SamplingParams",
     "ScreenedHead",
+    "SparseAttention",
+    "SparsityConfig",
     "Statistics",
     "StreamUpdate",
     "SyntheticAcceptance",

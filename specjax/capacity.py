@@ -39,10 +39,10 @@ def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: in
 
 
 def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start: int | None) -> int:
-    """How many slots to allocate.
+    """How many slots to allocate: whole blocks where attention is sparse.
 
     Args:
-        config: Its `cache_capacity`, if given, is taken.
+        config: Its `cache_capacity`, if given, is taken, rounded up to whole blocks.
         needed: Slots that the call needs; a lower bound where `start` is traced.
         present: Slots of the cache that an earlier call left; 0 without one.
         start: Slots that it filled; `None` if that is traced, and so may be anything up to `present`.
@@ -50,13 +50,19 @@ def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start:
     Raises:
         ValueError: `cache_capacity` is too small.
     """
+    attention = config.sparsity.attention
+    block = 1 if attention is None else attention.block_size
     if config.cache_capacity is None:
         needed += present if start is None else 0
-        return present if present >= needed else -(-needed // _STEP) * _STEP
+        return _whole_blocks(present if present >= needed else -(-needed // _STEP) * _STEP, block)
     if needed > max(config.cache_capacity, present):
         earlier = f" after {start} earlier tokens" if start else ""
         raise ValueError(
             f"GenerateConfig.cache_capacity = {config.cache_capacity} slots are too few: this call needs {needed}{earlier}, "
             "for its prompt, new tokens and one draft"
         )
-    return max(config.cache_capacity, present)
+    return _whole_blocks(max(config.cache_capacity, present), block)
+
+
+def _whole_blocks(slots: int, block_size: int) -> int:
+    return -(-slots // block_size) * block_size

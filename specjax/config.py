@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specjax.sparsity import SparsityConfig
 from specjax.verification.rejection_sampling import RejectionSampling
 from specjax.verification.rule import VerificationRule
 
@@ -259,6 +260,7 @@ class GenerateConfig:
             `dynamic` and `longrope` rotary embeddings it is also the length that the frequencies are chosen for, and so changes the text.
         cache_sharding: A `jax.sharding.NamedSharding` for the `[B,K,S,H]` cache arrays; `None` leaves placement to XLA.
         pad_token_id: Fills the output beyond a row's length.
+        sparsity: What the target's passes leave out after the prefill. Nothing by default; lossy otherwise.
 
     Raises:
         ValueError: A negative `max_new_tokens`, `num_speculative_tokens` below 1, a non-positive chunk or capacity.
@@ -273,6 +275,7 @@ class GenerateConfig:
     cache_capacity: int | None = None
     cache_sharding: Any = None
     pad_token_id: int = 0
+    sparsity: SparsityConfig = SparsityConfig()
 
     def __post_init__(self) -> None:
         value = self.max_new_tokens

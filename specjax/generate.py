@@ -43,11 +43,14 @@ def speculative_generate(
     rng: jax.Array | None = None,
     continue_from: Continuation | None = None,
 ) -> GenerateOutput:
-    """Generates with a drafter. Lossless under the default verification rule.
+    """Generates with a drafter. Lossless under the default verification rule, with dense passes (the default).
 
     Greedy (`do_sample=False`): the tokens equal `generate`'s, one for one in float32. In bfloat16 a pass over G + 1 rows rounds differently
     from a pass over one, so where two tokens are nearly tied the two may part; the `NoDraft` drafter decodes plainly with the very same
     passes, and its output is equal. Sampled: every token follows the target's distribution after temperature, top-k and top-p.
+
+    `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
+    depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.attention_reads` says what was read.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
@@ -85,7 +88,8 @@ def speculative_generate(
     Raises:
         ValueError: Empty prompt, prompt and limit beyond the model's window, token or EOS ids outside the vocabulary, a negative or too
             large limit, temperature negative or NaN, top-p outside (0, 1], negative top-k, a missing key, too small a `cache_capacity`, a
-            drafter that does not fit (its vocabulary is another, its window too short), or a continuation of other models.
+            drafter that does not fit (its vocabulary is another, its window too short), a continuation of other models, or
+            sparsity that does not fit the target.
         TypeError: `rng` is not a key.
 
     Reference: arXiv:2211.17192, arXiv:2302.01318.
@@ -140,6 +144,7 @@ def prepare_call(
     if drafter is None:
         # Not used; another value must not compile another program.
         config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
+    config.sparsity.check(target.config)
     request, static = prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
     continue_from = arguments.get("continue_from")
     if drafter is not None:
@@ -163,8 +168,10 @@ def _check_continuation(target: Transformer, drafter: Drafter | None, drafter_pa
     wanted = {"target_cache": jax.eval_shape(lambda: target.init_cache(**sizes))}
     if drafter is not None:
         wanted["drafter_state"] = jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))
+    given_cache = dataclasses.replace(continue_from.target_cache, summaries=None)  # made anew where a sparse call needs others
     for name, expected in wanted.items():
-        given = jax.tree.map(lambda x: (x.shape, x.dtype), getattr(continue_from, name))
+        given = given_cache if name == "target_cache" else continue_from.drafter_state
+        given = jax.tree.map(lambda x: (x.shape, x.dtype), given)
         expected = jax.tree.map(lambda x: (x.shape, x.dtype), expected)
         if given != expected:
             raise ValueError(
@@ -226,7 +233,9 @@ def decode_step(
 
     pending = jnp.take_along_axis(state.context.tokens, state.context.length[:, None] - 1, axis=1)
     verified_tokens = jnp.concatenate([pending, draft.tokens], axis=1)
-    output = target.apply({"params": target_params}, verified_tokens, state.target_cache, feature_layers=feature_layers)
+    output = target.apply(
+        {"params": target_params}, verified_tokens, state.target_cache, feature_layers=feature_layers, sparsity=config.sparsity
+    )
     logits = target.apply({"params": target_params}, output.hidden, method="logits")
     checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
 
@@ -238,6 +247,7 @@ def decode_step(
         num_drafted=draft.num_drafted,
         num_accepted=checked.verification.num_accepted,
         num_committed=num_committed,
+        reads=output.reads,
     )
     if drafter is not None:
         commit = Commit(context=state.context, num_committed=num_committed, features=output.features)

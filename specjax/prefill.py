@@ -15,6 +15,7 @@ from jax import lax
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.models.sparse_attention import no_reads, prepare_cache
 from specjax.models.transformer import Transformer
 from specjax.requests import Request, row_keys
 from specjax.sampling import split_row_keys
@@ -35,6 +36,7 @@ def prefill(
     """Takes in the prompts and commits each row's first token: the state that the loop starts from."""
     batch_size = request.prompt_lengths.shape[0]
     context, prompt, start, cache, drafter_state = _starting_point(target, drafter, config, drafter_params, request, continue_from)
+    cache = prepare_cache(cache, config.sparsity, target.config)
     chunk_size = min(config.prefill_chunk_size, prompt.tokens.shape[1])
     num_columns = -(-prompt.tokens.shape[1] // chunk_size) * chunk_size
     padded = jnp.pad(prompt.tokens, ((0, 0), (0, num_columns + 1 - prompt.tokens.shape[1])))  # + 1: the last column has a next token too
@@ -75,6 +77,7 @@ def prefill(
     num_chunks = jnp.maximum(-(-prompt.length.max() // chunk_size), 1)
     decoded = prompt.length + request.stopping.max_new_tokens + num_speculative_tokens + 1
     fits = start + jnp.maximum(num_chunks * chunk_size, decoded) <= cache.capacity
+    attention = config.sparsity.attention
     state = DecodeState(
         context=context,
         num_generated=jnp.zeros((batch_size,), jnp.int32),
@@ -83,7 +86,12 @@ def prefill(
         drafter_state=drafter_state,
         row_keys=next_keys,
         log_probs=jnp.zeros((batch_size, config.max_new_tokens if config.return_log_probs else 0), jnp.float32),
-        statistics=Statistics.zeros(batch_size, num_speculative_tokens, synthetic=drafter is not None and config.verification.synthetic),
+        statistics=Statistics.zeros(
+            batch_size,
+            num_speculative_tokens,
+            synthetic=drafter is not None and config.verification.synthetic,
+            attention_reads=None if attention is None else no_reads(cache, attention),
+        ),
     )
     state, num_committed = commit_tokens(state, checked, logits, request)
     if drafter is not None:

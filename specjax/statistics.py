@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specjax.attention_reads import AttentionReads
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -20,20 +22,32 @@ class Statistics:
     Attributes:
         accepted_counts: `[B,G+1]` int32: `[b, j]` is the number of steps in which row b accepted j draft tokens.
         drafted_counts: `[B,G+1]` int32: likewise for j drafted tokens.
+        attention_reads: How much of the target's cache its passes read; `None` unless its attention was sparse.
         synthetic: The acceptance was made up (`SyntheticAcceptance`): good for timing, never for text or accuracy. Static.
     """
 
     accepted_counts: jax.Array
     drafted_counts: jax.Array
+    attention_reads: AttentionReads | None = None
     synthetic: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
-    def zeros(cls, batch_size: int, num_speculative_tokens: int, *, synthetic: bool = False) -> Statistics:
-        """No steps yet, for B rows and drafts of up to G tokens."""
+    def zeros(
+        cls, batch_size: int, num_speculative_tokens: int, *, synthetic: bool = False, attention_reads: AttentionReads | None = None
+    ) -> Statistics:
+        """No steps yet, for B rows and drafts of up to G tokens; `attention_reads` is the count before the first sparse pass."""
         counts = jnp.zeros((batch_size, num_speculative_tokens + 1), jnp.int32)
-        return cls(accepted_counts=counts, drafted_counts=counts, synthetic=synthetic)
+        return cls(accepted_counts=counts, drafted_counts=counts, attention_reads=attention_reads, synthetic=synthetic)
 
-    def record(self, *, active: jax.Array, num_drafted: jax.Array, num_accepted: jax.Array, num_committed: jax.Array) -> Statistics:
+    def record(
+        self,
+        *,
+        active: jax.Array,
+        num_drafted: jax.Array,
+        num_accepted: jax.Array,
+        num_committed: jax.Array,
+        reads: AttentionReads | None = None,
+    ) -> Statistics:
         """Counts one step.
 
         Args:
@@ -41,6 +55,7 @@ class Statistics:
             num_drafted: `[B]` int32.
             num_accepted: `[B]` int32, before any cut.
             num_committed: `[B]` int32, tokens delivered after the cut.
+            reads: What the pass read, where that is counted.
 
         Returns:
             The new counts.
@@ -53,8 +68,10 @@ class Statistics:
         def one_hot(count: jax.Array) -> jax.Array:
             return ((count[:, None] == slots) & active[:, None]).astype(jnp.int32)
 
+        counted = self.attention_reads
         return dataclasses.replace(
             self,
+            attention_reads=None if counted is None or reads is None else counted + reads.of_rows(active),
             accepted_counts=self.accepted_counts + one_hot(num_accepted),
             drafted_counts=self.drafted_counts + one_hot(num_drafted),
         )
@@ -67,12 +84,17 @@ class Statistics:
                 f"{self.accepted_counts.shape[1] - 1} and {other.accepted_counts.shape[1] - 1}"
             )
 
+        reads = [x.attention_reads for x in (self, other) if x.attention_reads is not None]
+        if len(reads) == 1:
+            raise ValueError("Statistics of sparse and of dense attention do not add: only one of the two counts what attention read")
+
         def total(ours: jax.Array, theirs: jax.Array) -> jax.Array:
             return (ours.sum(0) + theirs.sum(0))[None]
 
         return Statistics(
             accepted_counts=total(self.accepted_counts, other.accepted_counts),
             drafted_counts=total(self.drafted_counts, other.drafted_counts),
+            attention_reads=reads[0].total() + reads[1].total() if reads else None,
             synthetic=self.synthetic or other.synthetic,
         )
 
@@ -114,6 +136,7 @@ class Statistics:
 
     def summary(self) -> dict:
         """Counts and rates as plain numbers, for printing and JSON."""
+        sparse = {} if self.attention_reads is None else {"sparse_attention": self.attention_reads.summary()}
         return {
             "steps": int(self.num_steps),
             "num_draft_tokens": int(self.num_draft_tokens),
@@ -123,4 +146,5 @@ class Statistics:
             "acceptance_histogram": [int(x) for x in self.acceptance_histogram],
             "acceptance_rate_per_position": [float(x) for x in self.acceptance_rate_per_position],
             "synthetic": self.synthetic,
+            **sparse,
         }
