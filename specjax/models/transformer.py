@@ -21,6 +21,9 @@ from specjax.models.kv_cache import KVCache
 from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.rope import rotary_angles
+from specjax.verification.sparse_ffn import FeedForwardWork
+from specjax.verification.sparse_mlp import SparseMLP
+from specjax.verification.sparse_moe import ExpertWork
 
 
 @jax.tree_util.register_dataclass
@@ -32,11 +35,13 @@ class TransformerOutput:
         hidden: `[B,T,D]` after the final norm; `Transformer.logits` turns it into scores.
         cache: The cache with the T new positions written and `length` advanced by T.
         features: `[B,T,C*D]`, the residual stream at the C boundaries asked for, side by side; `None` if none were.
+        mlp_work: For each layer what a sparse pass kept of it; `None` where nothing is measured.
     """
 
     hidden: jax.Array
     cache: KVCache
     features: jax.Array | None
+    mlp_work: tuple[FeedForwardWork | ExpertWork | None, ...] = ()
 
 
 class Transformer(PureModule):
@@ -70,7 +75,13 @@ class Transformer(PureModule):
             self.lm_head = self.param("lm_head", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
 
     def __call__(
-        self, tokens: jax.Array, cache: KVCache, *, feature_layers: tuple[int, ...] = (), step_mask: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        *,
+        feature_layers: tuple[int, ...] = (),
+        step_mask: jax.Array | None = None,
+        sparse_mlp: SparseMLP | None = None,
     ) -> TransformerOutput:
         """Runs T new positions a row.
 
@@ -80,32 +91,37 @@ class Transformer(PureModule):
             feature_layers: Boundaries 0 ... L at which to capture the residual stream: i is the input of layer i, L the output of the last
                 layer before the final norm.
             step_mask: `[T,T]` bool among the new rows; `None` is causal.
+            sparse_mlp: What feed-forward networks and mixtures of experts leave out (lossy); `None` is nothing.
 
         Returns:
             A `TransformerOutput`.
 
         Raises:
-            ValueError: A feature layer outside 0 ... L.
+            ValueError: A feature layer outside 0 ... L, or a `sparse_mlp` that does not fit the model.
         """
         cfg = self.config
         if any(not 0 <= index <= cfg.num_layers for index in feature_layers):
             raise ValueError(f"feature_layers must be boundaries from 0 to {cfg.num_layers}, got {feature_layers}")
+        if sparse_mlp is not None:
+            sparse_mlp.check(cfg)
         length = cache.length
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions, cache.context_limit)
         x = jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.dtype)
         options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
-        captured, all_keys, all_values = {}, [], []
+        captured, all_keys, all_values, all_work = {}, [], [], []
         for index, block in enumerate(self.blocks):
             if index in feature_layers:
                 captured[index] = x
-            x, (keys, values) = block(x, angles, attend_cached(cache, index, window=cfg.window(index), **options))
+            attend = attend_cached(cache, index, window=cfg.window(index), **options)
+            x, (keys, values), work = block(x, angles, attend, None if sparse_mlp is None else sparse_mlp.layer(index))
+            all_work.append(work)
             all_keys.append(keys)
             all_values.append(values)
         captured[cfg.num_layers] = x
         features = jnp.concatenate([captured[index] for index in feature_layers], axis=-1) if feature_layers else None
         cache = dataclasses.replace(cache, keys=tuple(all_keys), values=tuple(all_values), length=length + tokens.shape[1])
-        return TransformerOutput(hidden=self.final_norm(x), cache=cache, features=features)
+        return TransformerOutput(hidden=self.final_norm(x), cache=cache, features=features, mlp_work=tuple(all_work))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The LM head: `[..., D]` → `[..., V]` float32."""
@@ -161,7 +177,9 @@ class _Block(nn.Module):
     index: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, sparse_mlp: SparseMLP | None
+    ) -> tuple[jax.Array, Any, FeedForwardWork | ExpertWork | None]:
         cfg, dtype = self.config, self.param_dtype
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm")(x)
         mixed, kept = Attention(cfg, dtype, name="attention")(normed, angles, attend)
@@ -171,4 +189,5 @@ class _Block(nn.Module):
             mlp = MixtureOfExperts(cfg, dtype, self.expert_implementation, name="mlp")
         else:
             mlp = FeedForward(cfg, dtype, name="mlp")
-        return x + mlp(normed), kept
+        out, work = mlp(normed, sparse_mlp)
+        return x + out, kept, work
