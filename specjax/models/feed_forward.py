@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.models.layers import PROJECTION_INIT
+from specjax.models.projections import Projections
 from specjax.verification.histogram import histogram
-from specjax.verification.sparse_ffn import FeedForwardWork, Projections, sparse_feed_forward
+from specjax.verification.sparse_ffn import FeedForwardWork, sparse_feed_forward
 from specjax.verification.sparse_mlp import SparseMLP
 
 

@@ -6,19 +6,19 @@ where `|act(x W_gate)| < tau`. The gate itself is always whole, so a third of th
 A threshold for each token is the specification and saves nothing, for the shapes stay. A fixed number of channels that rows share saves
 reading: their rows of `up [F,D]` and `down [F,D]` are gathered. A channel's column of `gate_up [D,2,F]` cannot be, not with profit: it is D
 numbers that stand 2 F apart, and memory is read in pieces longer than one of them. So the gathered form takes its own layout of the same
-weights, `split_gate_up`; with `gate_up` as it is stored it reads the whole of up and gathers `down` alone.
+weights, `specjax.models.projections.split_gate_up`; with `gate_up` as it is stored it reads the whole of up and gathers `down` alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models.layers import full_precision, product
+from specjax.models.layers import product
+from specjax.models.projections import Projections, rows_product
 from specjax.top_k import largest
 
 SELECTIONS = ("top_k", "threshold")
@@ -94,53 +94,6 @@ class FeedForwardWork:
 
     computed: jax.Array
     read: jax.Array
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Projections:
-    """The weights of one network, in either layout.
-
-    Attributes:
-        down: `[F,D]`.
-        gate_up: `[D,2,F]`, or `None` where the two are split.
-        gate: `[D,F]`, the first half of `gate_up`.
-        up: `[F,D]`, the second half, transposed: a row a channel.
-        gate_up_bias: `[2,F]` or `None`.
-        down_bias: `[D]` or `None`.
-    """
-
-    down: jax.Array
-    gate_up: jax.Array | None = None
-    gate: jax.Array | None = None
-    up: jax.Array | None = None
-    gate_up_bias: jax.Array | None = None
-    down_bias: jax.Array | None = None
-
-    def halves(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gate and up of every channel, `[..., F]` each."""
-        if self.gate_up is not None:
-            both = product(x, self.gate_up)
-            if self.gate_up_bias is not None:
-                both = both + self.gate_up_bias.astype(x.dtype)
-            return both[..., 0, :], both[..., 1, :]
-        assert self.up is not None
-        return self.gate_half(x), self._with_bias(_rows_product(x, self.up), 1)
-
-    def gate_half(self, x: jax.Array) -> jax.Array:
-        """The gate alone, where the two are split."""
-        assert self.gate is not None
-        return self._with_bias(product(x, self.gate), 0)
-
-    def out(self, inner: jax.Array) -> jax.Array:
-        """The down projection of all channels."""
-        return self.with_down_bias(product(inner, self.down))
-
-    def with_down_bias(self, out: jax.Array) -> jax.Array:
-        """With the bias, if there is one."""
-        return out if self.down_bias is None else out + self.down_bias.astype(out.dtype)
-
-    def _with_bias(self, half: jax.Array, which: int) -> jax.Array:
-        return half if self.gate_up_bias is None else half + self.gate_up_bias[which].astype(half.dtype)
 
 
 def sparse_feed_forward(
@@ -233,28 +186,6 @@ def keep_channels(scores: jax.Array, sparse: SparseFFN, tau: jax.Array | None = 
     return jnp.zeros(scores.shape, bool).at[jnp.arange(scores.shape[0])[:, None], channels].set(True)
 
 
-def split_gate_up(params: dict[str, Any]) -> dict[str, Any]:
-    """A target's params with `gate_up [D,2,F]` of each feed-forward network as `gate [D,F]` and `up [F,D]`: the gathered form's layout.
-
-    It costs no memory once the old arrays are gone, and a dense pass two products where it had one. What it computes is the same.
-
-    Args:
-        params: Of a `Transformer`. Networks that are mixtures of experts stay.
-
-    Returns:
-        New params; the other arrays are those given.
-    """
-
-    def split(layer: dict[str, Any]) -> dict[str, Any]:
-        mlp = layer["mlp"]
-        if "gate_up" not in mlp:
-            return layer
-        others = {name: array for name, array in mlp.items() if name != "gate_up"}
-        return layer | {"mlp": others | {"gate": mlp["gate_up"][:, 0], "up": mlp["gate_up"][:, 1].T}}
-
-    return {name: split(part) if name.startswith("layer_") else part for name, part in params.items()}
-
-
 def _gathers(sparse: SparseFFN, *, num_groups: int, size: int) -> bool:
     """Whether rows are gathered: if asked to, or if all groups' together are fewer than the network has."""
     if sparse.implementation == "auto":
@@ -277,7 +208,7 @@ def _gathered(
             up = up[:, channels]
         else:
             assert weights.up is not None
-            up = _rows_product(x, weights.up[channels])
+            up = rows_product(x, weights.up[channels])
             if weights.gate_up_bias is not None:
                 up = up + weights.gate_up_bias[1, channels].astype(up.dtype)
         return product(combine(activated[:, channels], up), weights.down[channels])
@@ -285,12 +216,6 @@ def _gathered(
     if x.shape[0] == 1:  # a batch of one product is a product of another kind to XLA
         return weights.with_down_bias(of_group(x[0], activated[0], None if up is None else up[0], channels[0]))[None]
     return weights.with_down_bias(jax.vmap(of_group)(x, activated, up, channels))
-
-
-def _rows_product(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x [..., D]`, `rows [F,D]` → `[..., F]`."""
-    contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, rows.astype(x.dtype), contracted, precision=full_precision(x))
 
 
 def _group(array: jax.Array, sparse: SparseFFN) -> jax.Array:

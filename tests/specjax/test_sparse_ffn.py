@@ -15,7 +15,8 @@ import pytest
 from specjax import ModelConfig, MoEConfig
 from specjax.models.feed_forward import FeedForward
 from specjax.models.moe import MixtureOfExperts
-from specjax.verification.sparse_ffn import SparseFFN, split_gate_up
+from specjax.models.projections import split_gate_up
+from specjax.verification.sparse_ffn import SparseFFN
 from specjax.verification.sparse_mlp import SparseMLP
 from tests.helpers import FLOAT32_TOLERANCE, random_model, tiny_config
 
