@@ -103,13 +103,11 @@ def test_a_threshold_of_zero_is_the_dense_network(per: str) -> None:
     ("per", "score"),
     [
         ("token", "max"),
-        ("rows", "max"),
         ("rows", "mean"),
-        ("rows", "first"),
-        ("batch", "mean"),
+        ("batch", "first"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (("token", "mean"), ("token", "first"), ("batch", "max"), ("batch", "first"))
+            for case in (("token", "mean"), ("token", "first"), ("rows", "max"), ("rows", "first"), ("batch", "max"), ("batch", "mean"))
         ),
     ],
 )
@@ -131,7 +129,7 @@ def test_a_gathered_network_of_one_row_equals_the_masked_one_in_both_layouts() -
     config, mlp = network()
     x = inputs(batch_size=1, num_tokens=5)
     out = {}
-    for implementation in ("masked", "gathered", "auto"):
+    for implementation in ("masked", "gathered"):
         for name, params in (("together", mlp), ("split", split_gate_up({"layer_0": {"mlp": mlp}})["layer_0"]["mlp"])):
             out[implementation, name] = run(config, params, x, SparseMLP(ffn=SparseFFN(keep=0.5, implementation=implementation)))[0]
     for found in out.values():
@@ -213,7 +211,7 @@ def test_split_params_are_the_same_network() -> None:
     np.testing.assert_allclose(found[1], found[0], atol=FLOAT32_TOLERANCE)
 
 
-def test_channels_of_experts_are_left_out_below_the_threshold() -> None:
+def test_channels_of_experts_are_left_out_below_the_threshold(full_grid: bool) -> None:
     config, mlp = network(moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16))
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -225,7 +223,7 @@ def test_channels_of_experts_are_left_out_below_the_threshold() -> None:
 
     dense, some, none = mixture(None), mixture(above(0.2)), mixture(above(1e9))
     np.testing.assert_allclose(mixture(above(0.0)), dense, atol=FLOAT32_TOLERANCE)
-    for implementation in ("grouped", "dense"):
+    for implementation in ("grouped", "dense") if full_grid else ("grouped",):
         np.testing.assert_allclose(mixture(above(0.2), implementation), some, atol=FLOAT32_TOLERANCE)
     assert (none == 0).all()
     expected = np.zeros(some.shape)
