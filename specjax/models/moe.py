@@ -21,12 +21,16 @@ from specjax.verification.sparse_ffn import keep_channels
 from specjax.verification.sparse_mlp import SparseMLP
 from specjax.verification.sparse_moe import ExpertWork, choose_experts, expert_work
 
+# The collection in which router probabilities are captured.
+ROUTER = "router"
+
 
 class MixtureOfExperts(nn.Module):
     """In the place of the feed-forward network.
 
     `[B,T,D]` → the same, and what a pass with sparse experts used (`None` of any other). Captured among the intermediates, where they are
-    asked for: `gates`, a histogram of the chosen experts' activated gates, and `routing`, the weights `[B,T,k]` of the chosen ones.
+    asked for: `gates`, a histogram of the chosen experts' activated gates, and `routing`, the weights `[B,T,k]` of the chosen ones; in the
+    collection `ROUTER`, likewise: `probs` `[B T,E]`, for a training that keeps experts equally busy.
 
     Attributes:
         config: Sizes; `config.moe` is set.
@@ -49,6 +53,7 @@ class MixtureOfExperts(nn.Module):
             bias = self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
             scores = scores + bias.astype(jnp.float32)
         probs, work, may_skip = jax.nn.softmax(scores, axis=-1), None, False
+        self.sow(ROUTER, "probs", probs)  # does nothing unless asked for
         counted = None if sparse is None else sparse.counted
         if sparse is None or sparse.moe is None or sparse.moe.exact(moe):
             weights, experts = jax.lax.top_k(probs, moe.num_experts_per_token)
