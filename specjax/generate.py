@@ -21,10 +21,12 @@ from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
+from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
 from specjax.verification.verify import verify
+from specjax.verification_pass import verification_pass
 
 
 def speculative_generate(
@@ -50,7 +52,7 @@ def speculative_generate(
     passes, and its output is equal. Sampled: every token follows the target's distribution after temperature, top-k and top-p.
 
     `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
-    depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.attention_reads` says what was read.
+    depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.summary()` says what was kept.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
@@ -215,6 +217,22 @@ def decode_step(
     state: DecodeState,
 ) -> DecodeState:
     """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still."""
+    step = partial(_step, target, drafter, config, target_params, drafter_params, request)
+    every = config.sparsity.refresh_every
+    return take_step(step, state, refresh_every=every) if every else step(state, refresh=False)
+
+
+def _step(
+    target: Transformer,
+    drafter: Drafter | None,
+    config: GenerateConfig,
+    target_params: Any,
+    drafter_params: Any,
+    request: Request,
+    state: DecodeState,
+    *,
+    refresh: bool,
+) -> DecodeState:
     next_keys, draft_keys, verify_keys = split_row_keys(state.row_keys, 3)
     sampling = request.sampling.broadcast(state.num_generated.shape[0])
 
@@ -231,28 +249,24 @@ def decode_step(
             row_keys=draft_keys,
         )
 
-    pending = jnp.take_along_axis(state.context.tokens, state.context.length[:, None] - 1, axis=1)
-    verified_tokens = jnp.concatenate([pending, draft.tokens], axis=1)
-    output = target.apply(
-        {"params": target_params}, verified_tokens, state.target_cache, feature_layers=feature_layers, sparsity=config.sparsity
-    )
-    logits = target.apply({"params": target_params}, output.hidden, method="logits")
+    rows = verification_pass(target, target_params, config.sparsity, state, draft, feature_layers=feature_layers, refresh=refresh)
+    logits = target.apply({"params": target_params}, rows.hidden, method="logits")
     checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
 
     active = state.finish_reason == FinishReason.RUNNING
-    state = dataclasses.replace(state, target_cache=output.cache, row_keys=next_keys)
+    state = dataclasses.replace(state, target_cache=rows.cache, row_keys=next_keys)
     state, num_committed = commit_tokens(state, checked, logits, request)
     statistics = state.statistics.record(
         active=active,
         num_drafted=draft.num_drafted,
         num_accepted=checked.verification.num_accepted,
         num_committed=num_committed,
-        reads=output.reads,
+        target_pass=rows.target_pass,
     )
     if drafter is not None:
-        commit = Commit(context=state.context, num_committed=num_committed, features=output.features)
+        commit = Commit(context=state.context, num_committed=num_committed, features=rows.features)
         drafter_state = drafter.commit(drafter_params, drafter_state, commit)
-    return dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
+    return counted_step(dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics), refresh=refresh)
 
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
@@ -266,5 +280,11 @@ def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
         finish_reason=state.finish_reason,
         log_probs=state.log_probs if config.return_log_probs else None,
         statistics=state.statistics,
-        continuation=Continuation(context=state.context, target_cache=state.target_cache, drafter_state=state.drafter_state),
+        continuation=Continuation(
+            context=state.context,
+            target_cache=state.target_cache,
+            drafter_state=state.drafter_state,
+            dense_length=None if state.since_dense is None else state.since_dense.dense_length,
+            max_behind=config.sparsity.refresh_rows(state.statistics.accepted_counts.shape[1] - 1),
+        ),
     )

@@ -122,7 +122,7 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
 
     def needed(width: int, num_new: int) -> int:
         sizes = {"num_columns": width + pending, "num_new": num_new, "draft_length": draft_length, "chunk_size": config.prefill_chunk_size}
-        return slots_needed(start=start or 0, **sizes)
+        return slots_needed(start=start or 0, **sizes, refresh_rows=config.sparsity.refresh_rows(draft_length))
 
     num_new, bucketed = config.max_new_tokens, (bucket(width), bucket(config.max_new_tokens))
     concrete = not _is_traced((tokens, lengths, limit, earlier)) and config.max_new_tokens > 0
