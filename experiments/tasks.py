@@ -1,7 +1,8 @@
 """Tasks whose answers can be scored: meetings to summarise and ask about, code to write or complete, sums to work out.
 
 The data are the user's, under their published names and in their published form: `qmsum_test.jsonl` (or any `qmsum*.jsonl`),
-`HumanEval.jsonl.gz`, `mbpp.jsonl`, `gsm8k_test.jsonl`, in any of the folders given. `long_code` is made of an installed library.
+`HumanEval.jsonl.gz`, `mbpp.jsonl`, `gsm8k_test.jsonl`, in any of the folders given. `long_code` is made of an installed library, `text` of
+any plain text: each piece of it is a prompt, and what follows is to be predicted.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Example:
         context: What follows, of which the middle may be cut where the model's window is too small.
         after: How it ends.
         scores: By the metric's name, from an answer to a number from 0 to 1.
+        continuation: What really follows, where that is what a model is judged by; no answer is scored then.
     """
 
     before: str
     context: str = ""
     after: str = ""
-    scores: dict[str, Score]
+    scores: dict[str, Score] = dataclasses.field(default_factory=dict)
+    continuation: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class TaskSource:
     Attributes:
         folders: Folders, or files, of data.
         library: What `long_code` is made of: an installed package or a folder.
+        text: What `text` is made of: a file.
         count: Examples, spread evenly over a set; `None` is all (of `long_code` 32).
         max_prompt_tokens: The most that a prompt has.
         tokenizer: The target's.
@@ -74,6 +78,7 @@ class TaskSource:
 
     folders: tuple[str, ...]
     library: str
+    text: str
     count: int | None
     max_prompt_tokens: int
     tokenizer: Any
@@ -89,6 +94,8 @@ class TaskSource:
             raise ExperimentError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
         if name == "long_code":
             return _long_code(self)
+        if name == "text":
+            return _text(self)
         pattern, examples_of = _FILES[name]
         lines = _read(self.folders, name, pattern)
         try:
@@ -195,6 +202,21 @@ def _long_code(source: TaskSource) -> Task:
     return Task(name="long_code", examples=examples, chat=False)
 
 
+def _text(source: TaskSource) -> Task:
+    path = Path(source.text).expanduser()
+    if not path.is_file():
+        raise ExperimentError(f"text needs text=FILE, got {source.text!r}")
+    tokens = source.tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    # Half of a piece is the prompt, cut again once decoded: a few tokens short of it.
+    half = source.max_prompt_tokens - 4
+    pieces = [tokens[at : at + 2 * half] for at in range(0, len(tokens) - 2 * half + 1, 2 * half)]
+    if not pieces:
+        raise ExperimentError(f"{path.name} has {len(tokens)} tokens, a piece has {2 * half}: give a smaller max_prompt_tokens")
+    decode = source.tokenizer.decode
+    examples = [Example(before=decode(piece[:half]), continuation=decode(piece[half:])) for piece in spread(pieces, source.count)]
+    return Task(name="text", examples=examples, chat=False)
+
+
 _FILES: dict[str, tuple[str, Callable[[dict], list[Example]]]] = {
     "qmsum_summary": ("qmsum*.jsonl", _qmsum("general_query_list")),
     "qmsum_questions": ("qmsum*.jsonl", _qmsum("specific_query_list")),
@@ -202,4 +224,4 @@ _FILES: dict[str, tuple[str, Callable[[dict], list[Example]]]] = {
     "mbpp": ("mbpp.jsonl*", _mbpp),
     "gsm8k": ("gsm8k_test.jsonl*", _gsm8k),
 }
-TASKS = (*_FILES, "long_code")
+TASKS = (*_FILES, "long_code", "text")

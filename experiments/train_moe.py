@@ -55,7 +55,7 @@ class Config:
         sequence_length: T.
         batch: Rows a step.
         micro_batch: Rows whose activations are held at a time.
-        steps: Training steps; `none` where `max_seconds` says how long.
+        steps: The most training steps; `none` where `max_seconds` alone says how long.
         max_seconds: Time of the training steps alone.
         learning_rate: The highest.
         warmup_steps: Steps over which it rises.
@@ -82,7 +82,7 @@ class Config:
     batch: int = 64
     micro_batch: int = 16
     steps: int | None = None
-    max_seconds: float | None = None
+    max_seconds: float | None = 300.0
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     weight_decay: float = 0.1

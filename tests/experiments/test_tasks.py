@@ -53,7 +53,7 @@ def folders(tmp_path_factory):
 
 
 def source(given, **changes) -> TaskSource:
-    options = dict(folders=given[0], library=given[1], count=None, max_prompt_tokens=8000, tokenizer=byte_tokenizer())
+    options = dict(folders=given[0], library=given[1], text="", count=None, max_prompt_tokens=8000, tokenizer=byte_tokenizer())
     return TaskSource(**(options | changes))
 
 
@@ -129,6 +129,21 @@ def test_long_code_is_a_bare_text_with_two_metrics(folders):
     assert dataclasses.replace(code, count=1).load("long_code").examples[0].context == task.examples[0].context
 
 
+def test_a_text_is_cut_into_prompts_and_what_really_follows(folders, tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{number:03} " for number in range(100)))
+    whole = source(folders, text=str(path), max_prompt_tokens=24)
+    task = whole.load("text")
+    assert [len(example.before) for example in task.examples] == [20] * 10
+    assert task.examples[1].before + task.examples[1].continuation == "010 011 012 013 014 015 016 017 018 019 "
+    assert task.metrics == []
+    assert whole.encode(task)[0] == whole.tokenizer("000 001 002 003 004 ")["input_ids"]
+    with pytest.raises(ExperimentError, match="has 400 tokens, a piece has 792"):
+        source(folders, text=str(path), max_prompt_tokens=400).load("text")
+    with pytest.raises(ExperimentError, match="text needs text=FILE"):
+        source(folders).load("text")
+
+
 def test_a_library_is_a_folder_or_a_package_and_must_be_large_enough(folders):
     assert (library_folder("experiments") / "long_code.py").is_file()
     with pytest.raises(ExperimentError, match="got 'no_such_package'"):
@@ -138,4 +153,4 @@ def test_a_library_is_a_folder_or_a_package_and_must_be_large_enough(folders):
 
 
 def test_every_task_has_a_test_here():
-    assert {*RIGHT, "long_code"} == set(TASKS)
+    assert {*RIGHT, "long_code", "text"} == set(TASKS)

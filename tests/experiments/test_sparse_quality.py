@@ -1,0 +1,76 @@
+"""Quality of sparse verification on a tiny pair: that they run, and that their rows say what they must."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments import sparse_quality
+from experiments.decoding import Decoded
+from experiments.experiment import ExperimentError, parse_config
+from experiments.record import ROW_KEYS
+from experiments.report import markdown
+from experiments.sparse_comparison import NATS_PER_TOKEN, decoding_speed, ratio
+
+BLOCKS = ("block_size=8", "dense_below=16")
+SMALL = (*BLOCKS, "prompts=2", "new_tokens=12", "num_speculative_tokens=2", "dtype=float32", "max_prompt_tokens=150")
+QUALITY = "target drafter method setting reuse dataset prompts context metric score_dense score_sparse score_difference_interval "
+QUALITY += "token_agreement kl mean_acceptance_length_dense mean_acceptance_length_sparse keep_ratio flops_ratio bytes_ratio tokens_per_s "
+QUALITY += "speedup_over_autoregressive"
+
+
+def run_quality(target_path, task_data, *settings):
+    words = (f"target={target_path}", f"data={task_data}", f"text={task_data / 'book.txt'}", *SMALL, "resamples=100", *settings)
+    return list(sparse_quality.run(parse_config(sparse_quality.Config, words)))
+
+
+def test_quality_rows_hold_sparse_against_dense(target_path, drafter_path, task_data):
+    settings = ("tasks=text", "attention=1,0", "reuse=tokens", "controls=window", f"drafter={drafter_path}")
+    rows = run_quality(target_path, task_data, *settings)
+    assert all(set(row) == {*QUALITY.split(), *ROW_KEYS} for row in rows)
+    assert [(row["dataset"], row["metric"]) for row in rows] == [("text", NATS_PER_TOKEN)] * 5
+    assert [f"{row['method']} {row['setting']}".strip() for row in rows] == [
+        "dense",
+        "attention 1",
+        "attention 0",
+        "window 1",
+        "window 0",
+    ]
+    dense, whole, sparse, _, window = rows
+    for row in (dense, whole):  # everything is kept
+        assert (row["keep_ratio"], row["token_agreement"]) == (1.0, 1.0)
+        assert row["score_sparse"] == pytest.approx(dense["score_dense"], abs=1e-4)
+        assert row["mean_acceptance_length_sparse"] == dense["mean_acceptance_length_dense"]
+    assert sparse["keep_ratio"] == window["keep_ratio"] < 0.5
+    assert sparse["kl"] > 0
+    assert sparse["bytes_ratio"] < 1
+    assert sparse["flops_ratio"] < 1
+    low, high = sparse["score_difference_interval"]
+    assert low <= sparse["score_sparse"] - sparse["score_dense"] <= high
+    result = {"experiment": "sparse_quality", "rows": rows, "device": {"count": 1, "kind": "cpu"}, "versions": {"jax": ""}}
+    assert "| window 0 |" in markdown(result | {"git_sha": "", "command": ""}, "sparse_quality.json")
+    assert set(sparse_quality.plots(rows)) == {f"text-{NATS_PER_TOKEN}"}
+    assert all(sparse_quality.show(row) for row in rows)
+
+
+def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, task_data):
+    dense, ffn = run_quality(target_path, task_data, "tasks=gsm8k", "attention=", "ffn=0.34")
+    assert (dense["drafter"], dense["mean_acceptance_length_dense"]) == ("none", 1.0)
+    assert ffn["keep_ratio"] == pytest.approx(16 / 24)  # a multiple of 8 channels
+    assert ffn["kl"] > 0
+    assert (ffn["metric"], ffn["score_dense"]) == ("exact_match", 0.0)
+
+
+def test_quality_refuses_what_it_cannot_compare(target_path, task_data):
+    with pytest.raises(ExperimentError, match="needs target=PATH"):
+        list(sparse_quality.run(sparse_quality.Config()))
+    with pytest.raises(ExperimentError, match="'tiny' is a preset"):
+        list(sparse_quality.run(sparse_quality.Config(target="tiny")))
+    with pytest.raises(ExperimentError, match="no task 'other'"):
+        run_quality(target_path, task_data, "tasks=other")
+
+
+def test_a_speed_that_is_lost_in_the_prefills_noise_is_no_number():
+    decoded = Decoded(tokens=[[1, 2, 3], [4]], seconds=3.0, statistics=None)
+    assert decoding_speed(decoded, 1.0) == 1.0  # two tokens in two seconds: each prompt's first is the prefill's
+    assert decoding_speed(decoded, 3.5) is None
+    assert (ratio(2.0, 4.0), ratio(2.0, None), ratio(None, 2.0)) == (0.5, None, None)
