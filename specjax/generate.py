@@ -24,6 +24,7 @@ from specjax.prefill import prefill
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
+from specjax.two_level import Round
 from specjax.verification.verify import verify
 
 
@@ -51,6 +52,7 @@ def speculative_generate(
 
     `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
     depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.attention_reads` says what was read.
+    With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.lossless`.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
@@ -145,7 +147,7 @@ def prepare_call(
         # Not used; another value must not compile another program.
         config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
     config.sparsity.check(target.config)
-    request, static = prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
+    request, static = prepare(target.config, prompt_tokens, draft_length=config.max_unsettled(draft_length), config=config, **arguments)
     continue_from = arguments.get("continue_from")
     if drafter is not None:
         drafter.check(drafter_params, target=target.config, max_length=_max_length(request, continue_from))
@@ -214,7 +216,27 @@ def decode_step(
     request: Request,
     state: DecodeState,
 ) -> DecodeState:
-    """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still."""
+    """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still.
+
+    With lossless sparsity it is a round: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
+    """
+    step = partial(_decode_step, target, drafter, target_params, drafter_params, request)
+    if config.sparsity.lossless is None:
+        return step(config, state)[0]
+    decode_round = Round(
+        target=target,
+        drafter=drafter,
+        config=config,
+        target_params=target_params,
+        drafter_params=drafter_params,
+        request=request,
+        step=step,
+    )
+    return decode_round(state)
+
+
+def _decode_step(target, drafter, target_params, drafter_params, request, config, state) -> tuple[DecodeState, jax.Array]:
+    """The state after one step, and the hidden states `[B,G+1,D]` whose logits verified it."""
     next_keys, draft_keys, verify_keys = split_row_keys(state.row_keys, 3)
     sampling = request.sampling.broadcast(state.num_generated.shape[0])
 
@@ -252,7 +274,7 @@ def decode_step(
     if drafter is not None:
         commit = Commit(context=state.context, num_committed=num_committed, features=output.features)
         drafter_state = drafter.commit(drafter_params, drafter_state, commit)
-    return dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
+    return dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics), output.hidden
 
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from specjax.lossless import Lossless
+
 if TYPE_CHECKING:
     from specjax.config import ModelConfig
 
@@ -147,7 +149,9 @@ class Reuse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparsityConfig:
-    """What the passes of decoding leave out; prefill is always dense. Lossy, unless it is empty (the default) or everything is kept.
+    """What the passes of decoding leave out; prefill is always dense.
+
+    Lossy, unless it is empty (the default), everything is kept, or dense passes check what sparse ones commit (`lossless`).
 
     Example:
         >>> sparsity = SparsityConfig(attention=SparseAttention(keep=0.1, dense_below=4096), reuse=Reuse(anchors=(0, 1, 2, 8, 16)))
@@ -157,21 +161,27 @@ class SparsityConfig:
         attention: Sparse attention in the layers that see the whole context; those with a sliding window or with attention sinks stay
             dense. `None`: all are dense.
         reuse: Which layers share what was chosen.
+        lossless: Dense passes check what sparse passes commit, and the output is that of dense verification. `None`: nothing does.
 
     Raises:
-        ValueError: A field of another type, or anchors without sparse attention.
+        ValueError: A field of another type, or anchors or `lossless` without sparse attention.
     """
 
     attention: SparseAttention | None = None
     reuse: Reuse = Reuse()
+    lossless: Lossless | None = None
 
     def __post_init__(self) -> None:
-        attention, reuse = self.attention, self.reuse
+        attention, reuse, lossless = self.attention, self.reuse, self.lossless
         fits = attention is None or isinstance(attention, SparseAttention)
         _require(fits, f"SparsityConfig.attention must be None or a SparseAttention, got {attention!r}")
         _require(isinstance(reuse, Reuse), f"SparsityConfig.reuse must be a Reuse, got {reuse!r}")
         without = attention is None and reuse.anchors is not None
         _require(not without, f"SparsityConfig.reuse needs SparsityConfig.attention, got anchors {reuse.anchors} and no sparse attention")
+        is_known = lossless is None or isinstance(lossless, Lossless)
+        _require(is_known, f"SparsityConfig.lossless must be None or a Lossless, got {lossless!r}")
+        checks_nothing = lossless is not None and self.is_dense
+        _require(not checks_nothing, f"SparsityConfig.lossless needs something that is sparse to check, got {lossless!r}")
 
     @property
     def is_dense(self) -> bool:
@@ -238,6 +248,8 @@ class SparsityConfig:
             reuse = _known(Reuse, fields["reuse"])
             anchors = reuse.get("anchors")
             fields["reuse"] = Reuse(anchors=tuple(anchors) if isinstance(anchors, list) else anchors)
+        if fields.get("lossless") is not None:
+            fields["lossless"] = Lossless(**_known(Lossless, fields["lossless"]))
         return cls(**fields)
 
 

@@ -1,7 +1,8 @@
 """Acceptance statistics under vLLM's names: counts in arrays, rates as properties.
 
 Only what was delivered counts. A step that an EOS or a limit cuts short after e tokens, all of them accepted drafts, counts e drafted and e
-accepted; the drafts behind the cut were examined but never delivered and count nowhere.
+accepted; the drafts behind the cut were examined but never delivered and count nowhere. With two-level verification the counts of drafts
+are those of the first level: `levels` says how much of what it committed was kept.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.attention_reads import AttentionReads
+from specjax.level_counts import LevelCounts
 
 
 @jax.tree_util.register_dataclass
@@ -22,22 +24,31 @@ class Statistics:
     Attributes:
         accepted_counts: `[B,G+1]` int32: `[b, j]` is the number of steps in which row b accepted j draft tokens.
         drafted_counts: `[B,G+1]` int32: likewise for j drafted tokens.
-        attention_reads: How much of the target's cache its passes read; `None` unless its attention was sparse.
+        attention_reads: How much of the target's cache its passes read; `None` unless its attention was sparse. Dense
+            checks are not counted.
+        levels: How two-level verification went; `None` without it.
         synthetic: The acceptance was made up (`SyntheticAcceptance`): good for timing, never for text or accuracy. Static.
     """
 
     accepted_counts: jax.Array
     drafted_counts: jax.Array
     attention_reads: AttentionReads | None = None
+    levels: LevelCounts | None = None
     synthetic: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
     def zeros(
-        cls, batch_size: int, num_speculative_tokens: int, *, synthetic: bool = False, attention_reads: AttentionReads | None = None
+        cls,
+        batch_size: int,
+        num_speculative_tokens: int,
+        *,
+        synthetic: bool = False,
+        attention_reads: AttentionReads | None = None,
+        levels: LevelCounts | None = None,
     ) -> Statistics:
-        """No steps yet, for B rows and drafts of up to G tokens; `attention_reads` is the count before the first sparse pass."""
+        """No steps yet, for B rows and drafts of up to G tokens; `attention_reads` and `levels` are the counts before the first."""
         counts = jnp.zeros((batch_size, num_speculative_tokens + 1), jnp.int32)
-        return cls(accepted_counts=counts, drafted_counts=counts, attention_reads=attention_reads, synthetic=synthetic)
+        return cls(accepted_counts=counts, drafted_counts=counts, attention_reads=attention_reads, levels=levels, synthetic=synthetic)
 
     def record(
         self,
@@ -71,7 +82,7 @@ class Statistics:
         counted = self.attention_reads
         return dataclasses.replace(
             self,
-            attention_reads=None if counted is None or reads is None else counted + reads.of_rows(active),
+            attention_reads=counted if counted is None or reads is None else counted + reads.of_rows(active),
             accepted_counts=self.accepted_counts + one_hot(num_accepted),
             drafted_counts=self.drafted_counts + one_hot(num_drafted),
         )
@@ -88,6 +99,8 @@ class Statistics:
         if len(reads) == 1:
             raise ValueError("Statistics of sparse and of dense attention do not add: only one of the two counts what attention read")
 
+        levels = [x.levels.total() for x in (self, other) if x.levels is not None]
+
         def total(ours: jax.Array, theirs: jax.Array) -> jax.Array:
             return (ours.sum(0) + theirs.sum(0))[None]
 
@@ -95,8 +108,19 @@ class Statistics:
             accepted_counts=total(self.accepted_counts, other.accepted_counts),
             drafted_counts=total(self.drafted_counts, other.drafted_counts),
             attention_reads=reads[0].total() + reads[1].total() if reads else None,
+            levels=None if not levels else levels[0] if len(levels) == 1 else levels[0] + levels[1],
             synthetic=self.synthetic or other.synthetic,
         )
+
+    @property
+    def draft_length(self) -> int:
+        """G."""
+        return self.accepted_counts.shape[1] - 1
+
+    @property
+    def steps_per_row(self) -> jax.Array:
+        """`[B]` steps that each row took."""
+        return self.accepted_counts.sum(axis=1)
 
     @property
     def num_steps(self) -> jax.Array:
@@ -147,4 +171,5 @@ class Statistics:
             "acceptance_rate_per_position": [float(x) for x in self.acceptance_rate_per_position],
             "synthetic": self.synthetic,
             **sparse,
+            **({} if self.levels is None else {"two_level": self.levels.summary()}),
         }
