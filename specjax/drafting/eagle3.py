@@ -208,4 +208,5 @@ class _Layer(nn.Module):
             normed = jnp.concatenate([norm("embedding_norm")(embeddings), normed], axis=-1)
         mixed, kept = Attention(decoder, self.param_dtype, name="attention")(normed, angles, attend)
         x = x + mixed
-        return x + FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x)), kept
+        out, _ = FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x))
+        return x + out, kept

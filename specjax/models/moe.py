@@ -14,12 +14,19 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.kernels.expert_products import expert_products
-from specjax.models.feed_forward import gated
+from specjax.models.feed_forward import gate_activation, gated
 from specjax.models.layers import PROJECTION_INIT, product
+from specjax.verification.histogram import NUM_BINS, histogram
+from specjax.verification.sparse_ffn import keep_channels
+from specjax.verification.sparse_mlp import SparseMLP
+from specjax.verification.sparse_moe import ExpertWork, choose_experts, expert_work
 
 
 class MixtureOfExperts(nn.Module):
     """In the place of the feed-forward network.
+
+    `[B,T,D]` → the same, and what a pass with sparse experts used (`None` of any other). Captured among the intermediates, where they are
+    asked for: `gates`, a histogram of the chosen experts' activated gates, and `routing`, the weights `[B,T,k]` of the chosen ones.
 
     Attributes:
         config: Sizes; `config.moe` is set.
@@ -32,7 +39,7 @@ class MixtureOfExperts(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, sparse: SparseMLP | None = None) -> tuple[jax.Array, ExpertWork | None]:
         cfg, moe = self.config, self.config.moe
         assert moe is not None
         width, ffn = cfg.hidden_size, moe.intermediate_size
@@ -41,21 +48,59 @@ class MixtureOfExperts(nn.Module):
         if moe.router_bias:
             bias = self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
             scores = scores + bias.astype(jnp.float32)
-        weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), moe.num_experts_per_token)
-        if moe.normalise:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
+        probs, work, may_skip = jax.nn.softmax(scores, axis=-1), None, False
+        counted = None if sparse is None else sparse.counted
+        if sparse is None or sparse.moe is None or sparse.moe.exact(moe):
+            weights, experts = jax.lax.top_k(probs, moe.num_experts_per_token)
+            if moe.normalise:
+                weights = weights / weights.sum(axis=-1, keepdims=True)
+        else:
+            choice = choose_experts(probs.reshape(*x.shape[:-1], -1), moe, sparse.moe, beta=sparse.beta, counted=counted)
+            experts, weights, may_skip = choice.experts, choice.weights, choice.may_skip
+            work = expert_work(choice, moe.num_experts, (x.shape[0], x.shape[1]), counted)
         biases: dict[str, jax.Array] = {}
         if cfg.mlp_bias:
             biases["gate_up_bias"] = self.param("expert_gate_up_bias", nn.initializers.zeros, (moe.num_experts, 2, ffn), self.param_dtype)
             biases["down_bias"] = self.param("expert_down_bias", nn.initializers.zeros, (moe.num_experts, width), self.param_dtype)
+        gate_up = self.param("expert_gate_up", PROJECTION_INIT, (moe.num_experts, width, 2, ffn), self.param_dtype)
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "routing", weights.reshape(*x.shape[:-1], -1))
+            counts = jnp.ones(tokens.shape[:1], bool) if counted is None else counted.reshape(-1)
+            self.sow("intermediates", "gates", _gates(cfg, tokens, experts, counts, gate_up, biases.get("gate_up_bias")))
         out = expert_products(
             tokens,
             experts,
             weights,
-            self.param("expert_gate_up", PROJECTION_INIT, (moe.num_experts, width, 2, ffn), self.param_dtype),
+            gate_up,
             self.param("expert_down", PROJECTION_INIT, (moe.num_experts, ffn, width), self.param_dtype),
-            activation=functools.partial(gated, cfg),
+            activation=functools.partial(_gated_above, cfg, sparse),
             implementation=self.implementation,
+            may_skip=may_skip,
             **biases,
         )
-        return out.reshape(x.shape)
+        return out.reshape(x.shape), work
+
+
+def _gated_above(config: ModelConfig, sparse: SparseMLP | None, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The inner activation; where channels are left out, zero below the threshold."""
+    inner = gated(config, gate, up)
+    if sparse is None or sparse.ffn is None or sparse.ffn.exact:
+        return inner
+    assert sparse.ffn.select == "threshold", sparse.ffn
+    sizes = jnp.abs(gate_activation(config, gate).astype(jnp.float32))
+    return jnp.where(keep_channels(sizes, sparse.ffn, sparse.tau), inner, 0)
+
+
+def _gates(
+    config: ModelConfig, tokens: jax.Array, experts: jax.Array, counted: jax.Array, gate_up: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """The histogram of the activated gates of all pairs of a token and an expert that it chose, expert by expert."""
+
+    def of_expert(counts: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
+        gate = product(tokens, gate_up[expert][:, 0])
+        if bias is not None:
+            gate = gate + bias[expert, 0].astype(gate.dtype)
+        chose = (experts == expert).any(axis=-1) & counted
+        return counts + histogram(jnp.abs(gate_activation(config, gate)), chose[:, None]), None
+
+    return jax.lax.scan(of_expert, jnp.zeros((NUM_BINS,), jnp.int32), jnp.arange(gate_up.shape[0]))[0]

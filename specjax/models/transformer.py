@@ -24,6 +24,9 @@ from specjax.models.moe import MixtureOfExperts
 from specjax.models.rope import rotary_angles
 from specjax.models.sparse_attention import SparsePass
 from specjax.sparsity import SparsityConfig
+from specjax.verification.sparse_ffn import FeedForwardWork
+from specjax.verification.sparse_mlp import SparseMLP
+from specjax.verification.sparse_moe import ExpertWork
 
 
 @jax.tree_util.register_dataclass
@@ -36,12 +39,14 @@ class TransformerOutput:
         cache: The cache with the T new positions written and `length` advanced by T.
         features: `[B,T,C*D]`, the residual stream at the C boundaries asked for, side by side; `None` if none were.
         reads: How much of the cache the pass read; `None` unless its attention is sparse.
+        mlp_work: For each layer what a sparse pass kept of it; `None` where nothing is measured.
     """
 
     hidden: jax.Array
     cache: KVCache
     features: jax.Array | None
     reads: AttentionReads | None = None
+    mlp_work: tuple[FeedForwardWork | ExpertWork | None, ...] = ()
 
 
 class Transformer(PureModule):
@@ -82,6 +87,7 @@ class Transformer(PureModule):
         feature_layers: tuple[int, ...] = (),
         step_mask: jax.Array | None = None,
         sparsity: SparsityConfig | None = None,
+        sparse_mlp: SparseMLP | None = None,
     ) -> TransformerOutput:
         """Runs T new positions a row.
 
@@ -92,16 +98,19 @@ class Transformer(PureModule):
                 layer before the final norm.
             step_mask: `[T,T]` bool among the new rows; `None` is causal.
             sparsity: What the pass leaves out. With sparse attention the cache must come from `prepare_cache`. `None` is dense.
+            sparse_mlp: What feed-forward networks and mixtures of experts leave out (lossy); `None` is nothing.
 
         Returns:
             A `TransformerOutput`.
 
         Raises:
-            ValueError: A feature layer outside 0 ... L, or a cache without what sparse attention needs.
+            ValueError: A feature layer outside 0 ... L, a cache without what sparse attention needs, or a `sparse_mlp` that does not fit.
         """
         cfg = self.config
         if any(not 0 <= index <= cfg.num_layers for index in feature_layers):
             raise ValueError(f"feature_layers must be boundaries from 0 to {cfg.num_layers}, got {feature_layers}")
+        if sparse_mlp is not None:
+            sparse_mlp.check(cfg)
         length = cache.length
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions, cache.context_limit)
@@ -112,6 +121,7 @@ class Transformer(PureModule):
             sparse = SparsePass(sparsity=sparsity, model=cfg, cache=cache, num_rows=tokens.shape[1], **options)
         captured: dict[int, jax.Array] = {}
         layers: list[LayerCache] = []
+        all_work: list[FeedForwardWork | ExpertWork | None] = []
         for index, block in enumerate(self.blocks):
             if index in feature_layers:
                 captured[index] = x
@@ -119,13 +129,15 @@ class Transformer(PureModule):
                 attend = sparse.attend(index, layers)
             else:
                 attend = attend_cached(cache, index, window=cfg.window(index), **options)
-            x, kept = block(x, angles, attend)
+            x, kept, work = block(x, angles, attend, None if sparse_mlp is None else sparse_mlp.layer(index))
             layers.append(kept)
+            all_work.append(work)
         captured[cfg.num_layers] = x
         features = jnp.concatenate([captured[index] for index in feature_layers], axis=-1) if feature_layers else None
         cache = cache.with_layers(layers, length + tokens.shape[1])
         reads = None if sparse is None else sparse.reads(layers)
-        return TransformerOutput(hidden=self.final_norm(x), cache=cache, features=features, reads=reads)
+        hidden = self.final_norm(x)
+        return TransformerOutput(hidden=hidden, cache=cache, features=features, reads=reads, mlp_work=tuple(all_work))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The LM head: `[..., D]` → `[..., V]` float32."""
@@ -181,7 +193,9 @@ class _Block(nn.Module):
     index: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, sparse_mlp: SparseMLP | None
+    ) -> tuple[jax.Array, Any, FeedForwardWork | ExpertWork | None]:
         cfg, dtype = self.config, self.param_dtype
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm")(x)
         mixed, kept = Attention(cfg, dtype, name="attention")(normed, angles, attend)
@@ -191,4 +205,5 @@ class _Block(nn.Module):
             mlp = MixtureOfExperts(cfg, dtype, self.expert_implementation, name="mlp")
         else:
             mlp = FeedForward(cfg, dtype, name="mlp")
-        return x + mlp(normed), kept
+        out, work = mlp(normed, sparse_mlp)
+        return x + out, kept, work
