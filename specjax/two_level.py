@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
@@ -135,14 +136,21 @@ class Round:
         """The dense pass: over the token that is pending after the settled ones, and all provisional ones behind it."""
         sampling, context = self.request.sampling.broadcast(settled.length.shape[0]), state.context
         num_provisional = context.length - settled.length
-        columns = settled.length[:, None] - 1 + jnp.arange(self._settings.max_provisional(state.statistics.draft_length) + 1)
+        width = self._settings.max_provisional(state.statistics.draft_length)
+        columns = settled.length[:, None] + jnp.arange(width)
         tokens = jnp.take_along_axis(context.tokens, jnp.minimum(columns, context.tokens.shape[1] - 1), axis=1)
-        feature_layers = () if self.drafter is None else self.drafter.feature_layers
-        cache = state.target_cache.with_length(settled.length - 1)
-        output = self.target.apply({"params": self.target_params}, tokens, cache, feature_layers=feature_layers)
-        logits = self._logits(output.hidden)
+        dense = catch_up(
+            self.target,
+            self.target_params,
+            context.tokens,
+            state.target_cache,
+            settled.length - 1,
+            num_rows=width + 1,  # the capacity has room for them, so that the first row is the token that is pending
+            feature_layers=() if self.drafter is None else self.drafter.feature_layers,
+        )
+        logits = self._logits(dense.hidden)
         sparse_probs = filtered_probs(self._logits(hidden), sampling) if self.config.do_sample else None
-        draft = Draft(tokens=tokens[:, 1:], num_drafted=num_provisional, probs=sparse_probs)
+        draft = Draft(tokens=tokens, num_drafted=num_provisional, probs=sparse_probs)
         next_keys, verify_keys = split_row_keys(state.row_keys, 2)
         checked = verify(RejectionSampling(), draft, logits, sampling, verify_keys, do_sample=self.config.do_sample)
 
@@ -151,7 +159,7 @@ class Round:
             context=Context(tokens=context.tokens, length=settled.length),
             num_generated=settled.num_generated,
             finish_reason=settled.finish_reason,
-            target_cache=output.cache,
+            target_cache=dense.cache,
             row_keys=next_keys,
         )
         state, num_settled = commit_tokens(state, checked, logits, self.request)
@@ -159,7 +167,7 @@ class Round:
         state = _recorded(state, settled, num_provisional=num_provisional, accepted=accepted, step_cost=step_cost)
         if self.drafter is None:
             return state
-        commit = Commit(context=state.context, num_committed=num_settled, features=output.features, rechecked=True)
+        commit = Commit(context=state.context, num_committed=num_settled, features=dense.features, rechecked=True)
         return dataclasses.replace(state, drafter_state=self.drafter.commit(self.drafter_params, state.drafter_state, commit))
 
     def _dense_step(self, before: DecodeState) -> DecodeState:

@@ -11,6 +11,7 @@ from experiments.presets import qwen25_15b
 from specjax import (
     DraftModel,
     GenerateConfig,
+    Lossless,
     ModelConfig,
     MoEConfig,
     PromptLookup,
@@ -121,6 +122,17 @@ def test_no_cache_is_copied_or_transposed_by_sparse_attention(batch_size):
     assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
     # Nor is any of it computed with: the only things of its size are the cache itself and its writes.
     assert not moves_of_the_cache(text, batch_size, "dot|multiply|add|select|concatenate|pad")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "with_draft_model"),
+    [(1, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, True), (5, False), (5, True)))],
+)
+def test_no_cache_is_copied_or_transposed_by_two_levels(batch_size, with_draft_model):
+    # Loops of one turn stand where a condition would copy what its branches write.
+    sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=2))
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=with_draft_model, sparsity=sparsity)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
 
 
 @pytest.mark.full
