@@ -22,20 +22,21 @@ def bucket(size: int, smallest: int = 16) -> int:
     return power
 
 
-def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: int, chunk_size: int) -> int:
+def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: int, chunk_size: int, refresh_rows: int = 0) -> int:
     """Cache slots that a call writes in a row, at most.
 
     Args:
         start: Slots that an earlier call filled.
         num_columns: Width of the tokens that the prefill takes in.
         num_new: Most new tokens.
-        draft_length: G.
+        draft_length: G, or as many tokens as may wait for a dense pass (`GenerateConfig.max_unsettled`).
         chunk_size: The prefill's; its last chunk is written whole.
+        refresh_rows: Rows of a refreshing step (`SparsityConfig.refresh_rows`).
     """
     chunk_size = min(chunk_size, num_columns)
     padded = -(-num_columns // chunk_size) * chunk_size
     # + 1: the pending token stands before the draft.
-    return start + max(padded, num_columns + num_new + draft_length + 1)
+    return max(start + max(padded, num_columns + num_new + draft_length + 1), refresh_rows)
 
 
 def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start: int | None) -> int:

@@ -291,16 +291,7 @@ class GenerateConfig:
             isinstance(self.pad_token_id, int) and self.pad_token_id >= 0,
             f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
         )
-        if self.sparsity.lossless is not None:
-            _require(
-                self.verification.lossless,
-                f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {self.verification!r}",
-            )
-            _require(
-                not (self.do_sample and self.sparsity.sees_later_rows),
-                "SparsityConfig.lossless with do_sample=True needs a selection that does not see later draft rows, since a token's sparse "
-                f"distribution may not depend on what was drafted behind it; got {self.sparsity}",
-            )
+        self.sparsity.check_lossless(self.verification, do_sample=self.do_sample)
 
     def max_unsettled(self, draft_length: int) -> int:
         """Most tokens behind the pending one that a pass of the target may be over: a draft, or all that waits for a dense check.

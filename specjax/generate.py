@@ -21,11 +21,13 @@ from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
+from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
 from specjax.two_level import Round
 from specjax.verification.verify import verify
+from specjax.verification_pass import verification_pass
 
 
 def speculative_generate(
@@ -51,7 +53,7 @@ def speculative_generate(
     passes, and its output is equal. Sampled: every token follows the target's distribution after temperature, top-k and top-p.
 
     `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
-    depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.attention_reads` says what was read.
+    depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.summary()` says what was kept.
     With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.lossless`.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
@@ -147,7 +149,7 @@ def prepare_call(
         # Not used; another value must not compile another program.
         config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
     config.sparsity.check(target.config)
-    request, static = prepare(target.config, prompt_tokens, draft_length=config.max_unsettled(draft_length), config=config, **arguments)
+    request, static = prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
     continue_from = arguments.get("continue_from")
     if drafter is not None:
         drafter.check(drafter_params, target=target.config, max_length=_max_length(request, continue_from))
@@ -220,22 +222,32 @@ def decode_step(
 
     With lossless sparsity it is a round: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
     """
-    step = partial(_decode_step, target, drafter, target_params, drafter_params, request)
-    if config.sparsity.lossless is None:
-        return step(config, state)[0]
-    decode_round = Round(
-        target=target,
-        drafter=drafter,
-        config=config,
-        target_params=target_params,
-        drafter_params=drafter_params,
-        request=request,
-        step=step,
+    models: dict[str, Any] = dict(
+        target=target, drafter=drafter, target_params=target_params, drafter_params=drafter_params, request=request
     )
-    return decode_round(state)
+    step, sparsity = partial(_step, **models), config.sparsity
+    if sparsity.lossless is not None:
+        return Round(config=config, step=step, **models)(state)
+    if not sparsity.refresh_every:
+        return step(config, state)[0]
+
+    def refreshing(state: DecodeState, *, refresh: bool) -> DecodeState:
+        return step(config, state, refresh=refresh)[0]
+
+    return take_step(refreshing, state, refresh_every=sparsity.refresh_every)
 
 
-def _decode_step(target, drafter, target_params, drafter_params, request, config, state) -> tuple[DecodeState, jax.Array]:
+def _step(
+    config: GenerateConfig,
+    state: DecodeState,
+    *,
+    target: Transformer,
+    drafter: Drafter | None,
+    target_params: Any,
+    drafter_params: Any,
+    request: Request,
+    refresh: bool = False,
+) -> tuple[DecodeState, jax.Array]:
     """The state after one step, and the hidden states `[B,G+1,D]` whose logits verified it."""
     next_keys, draft_keys, verify_keys = split_row_keys(state.row_keys, 3)
     sampling = request.sampling.broadcast(state.num_generated.shape[0])
@@ -253,28 +265,25 @@ def _decode_step(target, drafter, target_params, drafter_params, request, config
             row_keys=draft_keys,
         )
 
-    pending = jnp.take_along_axis(state.context.tokens, state.context.length[:, None] - 1, axis=1)
-    verified_tokens = jnp.concatenate([pending, draft.tokens], axis=1)
-    output = target.apply(
-        {"params": target_params}, verified_tokens, state.target_cache, feature_layers=feature_layers, sparsity=config.sparsity
-    )
-    logits = target.apply({"params": target_params}, output.hidden, method="logits")
+    rows = verification_pass(target, target_params, config.sparsity, state, draft, feature_layers=feature_layers, refresh=refresh)
+    logits = target.apply({"params": target_params}, rows.hidden, method="logits")
     checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
 
     active = state.finish_reason == FinishReason.RUNNING
-    state = dataclasses.replace(state, target_cache=output.cache, row_keys=next_keys)
+    state = dataclasses.replace(state, target_cache=rows.cache, row_keys=next_keys)
     state, num_committed = commit_tokens(state, checked, logits, request)
     statistics = state.statistics.record(
         active=active,
         num_drafted=draft.num_drafted,
         num_accepted=checked.verification.num_accepted,
         num_committed=num_committed,
-        reads=output.reads,
+        target_pass=rows.target_pass,
     )
     if drafter is not None:
-        commit = Commit(context=state.context, num_committed=num_committed, features=output.features)
+        commit = Commit(context=state.context, num_committed=num_committed, features=rows.features)
         drafter_state = drafter.commit(drafter_params, drafter_state, commit)
-    return dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics), output.hidden
+    state = dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
+    return counted_step(state, refresh=refresh), rows.hidden
 
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
@@ -288,5 +297,11 @@ def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
         finish_reason=state.finish_reason,
         log_probs=state.log_probs if config.return_log_probs else None,
         statistics=state.statistics,
-        continuation=Continuation(context=state.context, target_cache=state.target_cache, drafter_state=state.drafter_state),
+        continuation=Continuation(
+            context=state.context,
+            target_cache=state.target_cache,
+            drafter_state=state.drafter_state,
+            dense_length=None if state.since_dense is None else state.since_dense.dense_length,
+            max_behind=config.sparsity.refresh_rows(state.statistics.accepted_counts.shape[1] - 1),
+        ),
     )

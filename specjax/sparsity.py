@@ -1,6 +1,6 @@
 """What a sparse verification leaves out: frozen, checked, hashable settings. Lossy wherever anything is left out. arXiv:2512.21911.
 
-Nothing is sparse by default. Our `keep` is the paper's rho, `dense_below` its L0, `block_size` its B.
+Nothing is sparse by default. Attention, feed-forward networks and mixtures of experts have settings of their own, in their own files.
 """
 
 from __future__ import annotations
@@ -9,142 +9,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from specjax.attention_sparsity import Reuse, SparseAttention
 from specjax.lossless import Lossless
+from specjax.verification.sparse_ffn import SparseFFN
+from specjax.verification.sparse_moe import SparseMoE
 
 if TYPE_CHECKING:
     from specjax.config import ModelConfig
+    from specjax.verification.rule import VerificationRule
 
-SCORES = ("mean", "bounds", "window", "random", "oracle")
-GROUPS = ("mean", "max")
-ROWS = ("first", "each", "mean", "union")
-# `keep` counts in these parts: shares of token counts are then exact in int32, up to contexts of 2^31 tokens.
-_PARTS = 10_000
+# The fields that may be `None`.
+_PARTS: dict[str, Any] = {"attention": SparseAttention, "ffn": SparseFFN, "moe": SparseMoE, "lossless": Lossless}
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _is_int(value: Any, smallest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= smallest
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseAttention:
-    """Verification attends to a part of the context: blocks of the key/value cache, chosen for each layer and key/value head. Lossy.
-
-    Of L tokens (the context and the rows of the pass) `budget_tokens(L) = floor((L - dense_below) * keep + dense_below)` are kept where
-    L > dense_below, all otherwise. In blocks that is `ceil(budget_tokens / block_size)`, and it counts the blocks that are always kept: the
-    first `head_blocks`, the last `tail_blocks` full ones, the one being filled, and those that rows of the pass stand in. Where these alone
-    are more, they are what is kept.
-
-    Attributes:
-        block_size: Tokens a block.
-        keep: Share of the tokens beyond `dense_below` that is kept, from 0 to 1; rounded to ten-thousandths.
-        dense_below: Contexts of up to this many tokens are read whole.
-        head_blocks: Blocks at the start that are always kept (attention sinks).
-        tail_blocks: Full blocks at the end that are always kept, apart from the one being filled.
-        score: How the other blocks compete. `"mean"`: query · mean key of the block. `"bounds"`: the largest query · key that the least and
-            the greatest key components allow (Quest, arXiv:2406.10774). `"window"`: the latest win (StreamingLLM, arXiv:2309.17453).
-            `"random"`: by lot. `"oracle"`: the exact attention mass; reads every key, for tests and comparisons.
-        group: What the query heads of one key/value head make of their scores: `"mean"` or `"max"`.
-        rows: Whose query scores. `"first"`: the pending token's, for all rows. `"mean"`: the mean query of all rows. `"each"`: every row
-            reads what it chose itself. `"union"`: every row reads what any of them chose.
-        seed: For `"random"`.
-
-    Raises:
-        ValueError: A size that is not an int or too small, `keep` outside [0, 1], or a choice that does not exist.
-    """
-
-    block_size: int = 64
-    keep: float = 0.2
-    dense_below: int = 2048
-    head_blocks: int = 1
-    tail_blocks: int = 2
-    score: str = "mean"
-    group: str = "mean"
-    rows: str = "first"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, smallest in (("block_size", 1), ("dense_below", 0), ("head_blocks", 0), ("tail_blocks", 0), ("seed", 0)):
-            value = getattr(self, name)
-            _require(_is_int(value, smallest), f"SparseAttention.{name} must be an int of at least {smallest}, got {value!r}")
-        is_number = isinstance(self.keep, int | float) and not isinstance(self.keep, bool)
-        _require(is_number and 0 <= self.keep <= 1, f"SparseAttention.keep must be from 0 to 1, got {self.keep!r}")
-        for name, choices in (("score", SCORES), ("group", GROUPS), ("rows", ROWS)):
-            value = getattr(self, name)
-            _require(value in choices, f"SparseAttention.{name} must be one of {choices}, got {value!r}")
-
-    @property
-    def scores_queries(self) -> bool:
-        """Whether queries decide which blocks are read."""
-        return self.score in ("mean", "bounds", "oracle")
-
-    @property
-    def summary(self) -> str | None:
-        """Which block summaries the score reads: `"mean"`, `"bounds"`, or `None`."""
-        return self.score if self.score in ("mean", "bounds") else None
-
-    @property
-    def sees_later_rows(self) -> bool:
-        """Whether what a row reads depends on draft rows behind it: then its distribution is not one that a lossless check may rely on."""
-        return self.scores_queries and self.rows in ("mean", "union")
-
-    def budget_tokens(self, length: Any) -> Any:
-        """Tokens kept of `length`; an int for an int, an int32 array for an array."""
-        beyond = (length > self.dense_below) * (length - self.dense_below)
-        parts = round(self.keep * _PARTS)
-        # beyond * parts might exceed int32.
-        return length - beyond + (beyond // _PARTS) * parts + (beyond % _PARTS) * parts // _PARTS
-
-    def budget_blocks(self, length: Any) -> Any:
-        """Blocks that hold `budget_tokens(length)`, rounded up."""
-        return -(-self.budget_tokens(length) // self.block_size)
-
-    def max_forced(self, num_rows: int) -> int:
-        """Most blocks that a pass over `num_rows` rows always keeps."""
-        # T rows stand in at most ceil((T - 1) / block) + 1 blocks; the one being filled is the first of them.
-        return self.head_blocks + self.tail_blocks + -(-(num_rows - 1) // self.block_size) + 1
-
-    def max_chosen(self, *, capacity: int, num_rows: int) -> int:
-        """Most blocks that one query chooses in a cache of `capacity` slots, those always kept included."""
-        return min(capacity // self.block_size, max(self.max_forced(num_rows), self.budget_blocks(capacity)))
-
-    def max_read(self, *, capacity: int, num_rows: int) -> int:
-        """Most blocks that a key/value head reads in a pass over `num_rows` rows: static, the width of the gather."""
-        chosen = self.max_chosen(capacity=capacity, num_rows=num_rows)
-        if self.rows in ("first", "mean") or not self.scores_queries:
-            return chosen
-        # All rows share the blocks always kept; where there is anything to choose these are at least head + tail + 1.
-        shared = self.head_blocks + self.tail_blocks + 1
-        return min(capacity // self.block_size, max(self.max_forced(num_rows), num_rows * chosen - (num_rows - 1) * shared))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reuse:
-    """Which layers share what was chosen (retrieval reuse).
-
-    Attributes:
-        anchors: Layers that choose; every other sparse layer reads what the nearest anchor before it chose, the same key/value head's.
-            `None`: every layer chooses.
-
-    Raises:
-        ValueError: Not an increasing tuple of ints of at least 0.
-    """
-
-    anchors: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        anchors = self.anchors
-        fits = anchors is None or (isinstance(anchors, tuple) and len(anchors) > 0 and all(_is_int(layer, 0) for layer in anchors))
-        increasing = fits and (anchors is None or list(anchors) == sorted(set(anchors)))
-        _require(increasing, f"Reuse.anchors must be None or an increasing tuple of layers, got {anchors!r}")
-
-    def anchor(self, layer: int) -> int:
-        """The layer whose choice `layer` reads: itself, or the nearest anchor before it."""
-        return layer if self.anchors is None else max(anchor for anchor in self.anchors if anchor <= layer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,38 +40,55 @@ class SparsityConfig:
     Attributes:
         attention: Sparse attention in the layers that see the whole context; those with a sliding window or with attention sinks stay
             dense. `None`: all are dense.
-        reuse: Which layers share what was chosen.
+        ffn: Channels that the feed-forward networks leave out, and the experts' networks. `None`: none.
+        moe: Experts that tokens do without. `None`: none.
+        reuse: Which layers share a choice of blocks.
+        refresh_every: Every so many steps one is dense: it also reads the tokens that the sparse steps since the last such step committed
+            once more, and replaces their keys and values, which sparse passes only approximate, so that errors do not add up. 0 is never.
+            Such a step is a dense pass over `refresh_every * (G + 1)` rows in the place of one over G + 1.
         lossless: Dense passes check what sparse passes commit, and the output is that of dense verification. `None`: nothing does.
 
     Raises:
-        ValueError: A field of another type, or anchors or `lossless` without sparse attention.
+        ValueError: A field of another type, anchors without sparse attention, refreshes or `lossless` where nothing is sparse, or both.
     """
 
     attention: SparseAttention | None = None
+    ffn: SparseFFN | None = None
+    moe: SparseMoE | None = None
     reuse: Reuse = Reuse()
+    refresh_every: int = 0
     lossless: Lossless | None = None
 
     def __post_init__(self) -> None:
-        attention, reuse, lossless = self.attention, self.reuse, self.lossless
-        fits = attention is None or isinstance(attention, SparseAttention)
-        _require(fits, f"SparsityConfig.attention must be None or a SparseAttention, got {attention!r}")
+        for name, kind in _PARTS.items():
+            value = getattr(self, name)
+            fits = value is None or isinstance(value, kind)
+            _require(fits, f"SparsityConfig.{name} must be None or a {kind.__name__}, got {value!r}")
+        reuse, every = self.reuse, self.refresh_every
         _require(isinstance(reuse, Reuse), f"SparsityConfig.reuse must be a Reuse, got {reuse!r}")
-        without = attention is None and reuse.anchors is not None
+        without = self.attention is None and reuse.anchors is not None
         _require(not without, f"SparsityConfig.reuse needs SparsityConfig.attention, got anchors {reuse.anchors} and no sparse attention")
-        is_known = lossless is None or isinstance(lossless, Lossless)
-        _require(is_known, f"SparsityConfig.lossless must be None or a Lossless, got {lossless!r}")
-        checks_nothing = lossless is not None and self.is_dense
-        _require(not checks_nothing, f"SparsityConfig.lossless needs something that is sparse to check, got {lossless!r}")
+        is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 0
+        _require(is_count, f"SparsityConfig.refresh_every must be an int of at least 0, got {every!r}")
+        _require(not (every and self.is_dense), f"SparsityConfig.refresh_every = {every} needs something sparse to refresh")
+        checks = self.lossless is not None
+        _require(not (checks and self.is_dense), f"SparsityConfig.lossless needs something sparse to check, got {self.lossless!r}")
+        _require(
+            not (checks and every), f"SparsityConfig.lossless refreshes at each of its checks: refresh_every must be 0 with it, got {every}"
+        )
+        unpriced = self.lossless is not None and self.lossless.adapt and self.lossless.step_cost is None and self.attention is None
+        _require(not unpriced, f"Lossless.adapt needs a measured step_cost where attention is dense, got {self.lossless!r}")
 
     @property
     def is_dense(self) -> bool:
         """Whether nothing is left out, whatever the length."""
-        return self.attention is None
+        return self.attention is None and self.ffn is None and self.moe is None
 
     @property
     def sees_later_rows(self) -> bool:
-        """Whether a row's distribution depends on draft rows behind it."""
-        return self.attention is not None and self.attention.sees_later_rows
+        """Whether a row's distribution may depend on draft rows behind it: then no lossless check may rely on it."""
+        parts = [part.sees_later_rows for part in (self.attention, self.ffn, self.moe) if part is not None]
+        return any(parts)
 
     def attention_layers(self, model: ModelConfig) -> tuple[int, ...]:
         """The layers whose attention is sparse."""
@@ -203,6 +100,10 @@ class SparsityConfig:
         """The layers that choose blocks, for themselves and those behind them."""
         return tuple(layer for layer in self.attention_layers(model) if self.reuse.anchor(layer) == layer)
 
+    def refresh_rows(self, draft_length: int) -> int:
+        """Rows of a refreshing step: the tokens that the steps before it may have committed, the pending one, and the draft."""
+        return self.refresh_every * (draft_length + 1)
+
     def check(self, model: ModelConfig) -> None:
         """Fits a model.
 
@@ -210,9 +111,13 @@ class SparsityConfig:
             model: The target's shape.
 
         Raises:
-            ValueError: Sparse attention where every layer has a window or sinks, an anchor that is no sparse layer, or a first sparse layer
-                that is no anchor.
+            ValueError: Sparse attention where every layer has a window or sinks, an anchor that is no sparse layer, a first sparse layer
+                that is no anchor, or what `SparseFFN.check` and `SparseMoE.check` refuse.
         """
+        if self.ffn is not None:
+            self.ffn.check(model)
+        if self.moe is not None:
+            self.moe.check(model)
         if self.attention is None:
             return
         layers, anchors = self.attention_layers(model), self.reuse.anchors
@@ -226,6 +131,25 @@ class SparsityConfig:
         outside = [layer for layer in anchors if layer not in layers]
         _require(not outside, f"Reuse.anchors must be layers with sparse attention, {layers}, got {outside}")
         _require(anchors[0] == layers[0], f"Reuse.anchors must begin with the first sparse layer, {layers[0]}, got {anchors}")
+
+    def check_lossless(self, verification: VerificationRule, *, do_sample: bool) -> None:
+        """Fits a rule and a way of decoding, if it is to be lossless.
+
+        Args:
+            verification: The rule that sparse steps verify by.
+            do_sample: Whether tokens are sampled.
+
+        Raises:
+            ValueError: With `lossless` a lossy rule, or, where tokens are sampled, a selection that sees later draft rows.
+        """
+        if self.lossless is None:
+            return
+        _require(verification.lossless, f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {verification!r}")
+        _require(
+            not (do_sample and self.sees_later_rows),
+            "SparsityConfig.lossless with do_sample=True needs a selection that does not see later draft rows, since a token's sparse "
+            f"distribution may not depend on what was drafted behind it; got {self}",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`."""
@@ -242,21 +166,20 @@ class SparsityConfig:
             ValueError: An unknown field, or a value that does not fit.
         """
         fields = _known(cls, values)
-        if fields.get("attention") is not None:
-            fields["attention"] = SparseAttention(**_known(SparseAttention, fields["attention"]))
-        if "reuse" in fields:
-            reuse = _known(Reuse, fields["reuse"])
-            anchors = reuse.get("anchors")
-            fields["reuse"] = Reuse(anchors=tuple(anchors) if isinstance(anchors, list) else anchors)
-        if fields.get("lossless") is not None:
-            fields["lossless"] = Lossless(**_known(Lossless, fields["lossless"]))
+        for name, kind in (_PARTS | {"reuse": Reuse}).items():
+            if fields.get(name) is not None:
+                fields[name] = kind(**_known(kind, fields[name]))
         return cls(**fields)
 
 
 def _known(kind: Any, values: Any) -> dict[str, Any]:
-    """The fields, none of them unknown."""
+    """The fields, none of them unknown; lists as tuples."""
     _require(isinstance(values, Mapping), f"{kind.__name__} must be an object of fields, got {values!r}")
     names = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(values) - set(names))
     _require(not unknown, f"{kind.__name__} has no field {unknown}; it has {names}")
-    return dict(values)
+    return {name: _tuples(value) for name, value in values.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -6,8 +6,9 @@ token came from. So the dense pass is a verification like any other, by rejectio
 approximate keys and values that sparse passes wrote, and the features that the drafter had of them. Between rounds everything is settled.
 
 Exact for sampling because (1) all provisional tokens are kept and judged by the sparse target's own distribution, neither the drafter's
-nor the residual; (2) that distribution depends on nothing behind the token (`SparsityConfig.sees_later_rows` is refused); (3) when a round
-ends depends on what is committed, never on a draft; (4) every step and pass draws with new keys.
+nor the residual; (2) that distribution depends on nothing drafted behind the token (`SparsityConfig.sees_later_rows` is refused, and the
+context alone decides how many tokens a drafter drafts); (3) when a round ends depends on what is committed, never on a draft; (4) every
+step and pass draws with new keys.
 """
 
 from __future__ import annotations

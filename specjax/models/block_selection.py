@@ -6,13 +6,14 @@ Only blocks that committed tokens fill compete: the choice never sees a token th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.attention_sparsity import SparseAttention
 from specjax.kernels.block_scores import block_scores
-from specjax.sparsity import SparseAttention
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +33,14 @@ class Selection:
 
 
 def select_blocks(
-    settings: SparseAttention, query: jax.Array, keys: jax.Array, summaries: tuple[jax.Array, ...], length: jax.Array, *, layer: int
+    settings: SparseAttention,
+    query: jax.Array,
+    keys: jax.Array,
+    summaries: tuple[jax.Array, ...],
+    length: jax.Array,
+    *,
+    layer: int,
+    counted: jax.Array | None = None,
 ) -> Selection:
     """Chooses for each batch row and key/value head.
 
@@ -43,6 +51,8 @@ def select_blocks(
         summaries: The layer's block summaries; empty where the score reads none.
         length: `[B]` int32, committed tokens, which stand before the new rows.
         layer: Its index, for `"random"`.
+        counted: `[B,T]` bool, the first few rows of each, which count; `None` is all. The others have no say in what is read, and what
+            they attend to is not defined.
 
     Returns:
         The `Selection`.
@@ -52,12 +62,15 @@ def select_blocks(
     if settings.rows == "first" or not settings.scores_queries:
         scorers = query[:, :1]
     elif settings.rows == "mean":
-        scorers = query.astype(jnp.float32).mean(axis=1, keepdims=True).astype(query.dtype)
+        weights = None if counted is None else jnp.broadcast_to((counted | _is_first(counted))[..., None, None], query.shape)
+        scorers = query.astype(jnp.float32).mean(axis=1, keepdims=True, where=weights).astype(query.dtype)
+    elif counted is not None:
+        scorers = jnp.where(counted[..., None, None], query, query[:, :1])
     else:
         scorers = query
     scores = _scores(settings, scorers, keys, summaries, length, layer)  # [B,K,R,NB]
 
-    block, total = jnp.arange(num_blocks), length + num_rows
+    block, total = jnp.arange(num_blocks), length + rows_that_count(num_rows, counted)
     first_open, num_there = length // size, jnp.minimum(-(-total // size), num_blocks)
     forced = (block < settings.head_blocks) | (block >= (first_open - settings.tail_blocks)[:, None])
     there = block < num_there[:, None]
@@ -76,6 +89,16 @@ def select_blocks(
     return Selection(
         block_ids=jnp.where(counted, listed, 0).astype(jnp.int32), num_blocks=counted.sum(axis=-1, dtype=jnp.int32), row_mask=row_mask
     )
+
+
+def rows_that_count(num_rows: int, counted: jax.Array | None) -> Any:
+    """How many rows count, an int or `[B]` int32. At least one: that of the pending token."""
+    return num_rows if counted is None else jnp.maximum(counted.sum(axis=1, dtype=jnp.int32), 1)
+
+
+def _is_first(rows: jax.Array) -> jax.Array:
+    """The pending token always counts: without any there would be no mean."""
+    return jnp.arange(rows.shape[1]) == 0
 
 
 def _union(chosen: jax.Array, none: int, width: int) -> jax.Array:

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from specjax.attention_reads import AttentionReads
+from specjax.attention_sparsity import SparseAttention
 from specjax.config import ModelConfig
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.models.attention import Attend, written_layer
-from specjax.models.block_selection import Selection, select_blocks
+from specjax.models.block_selection import Selection, rows_that_count, select_blocks
 from specjax.models.block_summaries import BlockSummaries
 from specjax.models.kv_cache import KVCache, LayerCache
-from specjax.sparsity import SparseAttention, SparsityConfig
+from specjax.sparsity import SparsityConfig
 
 
 def prepare_cache(cache: KVCache, sparsity: SparsityConfig, model: ModelConfig) -> KVCache:
@@ -46,6 +47,7 @@ class SparsePass:
         model: The model's shape.
         cache: The cache before the pass.
         num_rows: T.
+        counted: `[B,T]` bool, rows whose queries count in a choice; `None` is all.
         step_mask: `[T,T]` bool among the new rows; `None` is causal.
         implementation: Passed to `block_sparse_attention`.
 
@@ -57,6 +59,7 @@ class SparsePass:
     model: ModelConfig
     cache: KVCache
     num_rows: int
+    counted: jax.Array | None
     step_mask: jax.Array | None
     implementation: str
 
@@ -92,7 +95,7 @@ class SparsePass:
             assert sinks is None
             kept, length = written_layer(self.cache, layer, key, value), self.cache.length
             if anchor == layer:
-                selection = select_blocks(settings, query, kept.keys, kept.summaries, length, layer=layer)
+                selection = select_blocks(settings, query, kept.keys, kept.summaries, length, layer=layer, counted=self.counted)
             else:
                 selection = earlier[anchor].selection
             assert isinstance(selection, Selection)
@@ -117,7 +120,7 @@ class SparsePass:
         """What the pass read, from what all layers kept."""
         settings, length = self.settings, self.cache.length
         size = settings.block_size
-        there = -(-(length + self.num_rows) // size).astype(jnp.float32)
+        there = -(-(length + rows_that_count(self.num_rows, self.counted)) // size).astype(jnp.float32)
         full = (length // size).astype(jnp.float32)
         none, read, scored = jnp.zeros_like(there), [], []
         for layer, kept in enumerate(layers):
@@ -132,6 +135,14 @@ class SparsePass:
             blocks_there=jnp.stack([there] * len(layers), axis=1),
             num_passes=jnp.ones_like(zeros.num_passes),
         )
+
+
+def dense_reads(cache: KVCache, settings: SparseAttention, num_rows: int) -> AttentionReads:
+    """What a dense pass over a cache and `num_rows` new rows reads, counted in the blocks of sparse ones."""
+    zeros = no_reads(cache, settings)
+    there = -(-(cache.length + num_rows) // settings.block_size).astype(jnp.float32)
+    blocks = jnp.broadcast_to(there[:, None], zeros.blocks_there.shape)
+    return dataclasses.replace(zeros, blocks_read=blocks, blocks_there=blocks, num_passes=jnp.ones_like(zeros.num_passes))
 
 
 def no_reads(cache: KVCache, settings: SparseAttention) -> AttentionReads:

@@ -87,7 +87,7 @@ class Transformer(PureModule):
         feature_layers: tuple[int, ...] = (),
         step_mask: jax.Array | None = None,
         sparsity: SparsityConfig | None = None,
-        sparse_mlp: SparseMLP | None = None,
+        counted: jax.Array | None = None,
     ) -> TransformerOutput:
         """Runs T new positions a row.
 
@@ -98,19 +98,20 @@ class Transformer(PureModule):
                 layer before the final norm.
             step_mask: `[T,T]` bool among the new rows; `None` is causal.
             sparsity: What the pass leaves out. With sparse attention the cache must come from `prepare_cache`. `None` is dense.
-            sparse_mlp: What feed-forward networks and mixtures of experts leave out (lossy); `None` is nothing.
+            counted: `[B,T]` bool, rows that take part in what rows choose together and in what is measured; `None` is all. Of a dense pass
+                it changes nothing.
 
         Returns:
             A `TransformerOutput`.
 
         Raises:
-            ValueError: A feature layer outside 0 ... L, a cache without what sparse attention needs, or a `sparse_mlp` that does not fit.
+            ValueError: A feature layer outside 0 ... L, sparsity that does not fit the model, or a cache without what it needs.
         """
         cfg = self.config
         if any(not 0 <= index <= cfg.num_layers for index in feature_layers):
             raise ValueError(f"feature_layers must be boundaries from 0 to {cfg.num_layers}, got {feature_layers}")
-        if sparse_mlp is not None:
-            sparse_mlp.check(cfg)
+        if sparsity is not None:
+            sparsity.check(cfg)
         length = cache.length
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions, cache.context_limit)
@@ -118,7 +119,7 @@ class Transformer(PureModule):
         options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
         sparse = None
         if sparsity is not None and sparsity.attention is not None:
-            sparse = SparsePass(sparsity=sparsity, model=cfg, cache=cache, num_rows=tokens.shape[1], **options)
+            sparse = SparsePass(sparsity=sparsity, model=cfg, cache=cache, num_rows=tokens.shape[1], counted=counted, **options)
         captured: dict[int, jax.Array] = {}
         layers: list[LayerCache] = []
         all_work: list[FeedForwardWork | ExpertWork | None] = []
@@ -129,7 +130,7 @@ class Transformer(PureModule):
                 attend = sparse.attend(index, layers)
             else:
                 attend = attend_cached(cache, index, window=cfg.window(index), **options)
-            x, kept, work = block(x, angles, attend, None if sparse_mlp is None else sparse_mlp.layer(index))
+            x, kept, work = block(x, angles, attend, SparseMLP.of_layer(sparsity, index, counted))
             layers.append(kept)
             all_work.append(work)
         captured[cfg.num_layers] = x

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from specjax.verification.histogram import NUM_BINS, histogram, quantile, share_at_least
-from specjax.verification.sparse_mlp import SparseMLP
 from specjax.verification.sparse_moe import RATIOS, skip_ratios
 
 if TYPE_CHECKING:
@@ -184,8 +183,7 @@ def _sample_batch(
 ) -> tuple[jax.Array, jax.Array | None]:
     cfg = target.config
     cache = target.init_cache(batch_size=tokens.shape[0], capacity=tokens.shape[1])
-    sparse = SparseMLP(counted=counted)
-    _, captured = target.apply({"params": params}, tokens, cache, sparse_mlp=sparse, mutable=["intermediates"])
+    _, captured = target.apply({"params": params}, tokens, cache, counted=counted, mutable=["intermediates"])
     layers = [captured["intermediates"][f"layer_{index}"]["mlp"] for index in range(cfg.num_layers)]
     gates = jax.numpy.stack([layer["gates"][0] for layer in layers])
     if cfg.moe is None or cfg.moe.num_experts_per_token == 1:

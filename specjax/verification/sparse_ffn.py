@@ -12,7 +12,9 @@ weights, `specjax.models.projections.split_gate_up`; with `gate_up` as it is sto
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ import jax.numpy as jnp
 from specjax.models.layers import product
 from specjax.models.projections import Projections, rows_product
 from specjax.top_k import largest
+
+if TYPE_CHECKING:
+    from specjax.config import ModelConfig
 
 SELECTIONS = ("top_k", "threshold")
 SHARING = ("token", "rows", "batch")
@@ -34,10 +39,10 @@ class SparseFFN:
     """Which channels a feed-forward network keeps. Lossy, unless all are kept.
 
     Attributes:
-        select: `"top_k"` keeps a fixed number of channels, those of the largest score; `"threshold"` those whose score is not below tau, an
-            array that the pass is given, a number a layer.
+        select: `"top_k"` keeps a fixed number of channels, those of the largest score; `"threshold"` those whose score is not below `tau`.
         keep: Share of channels that `"top_k"` keeps, above 0 and at most 1; the number is rounded up to a multiple of 8. For
             `"threshold"` nothing reads it but a calibration, which finds the tau that comes to it.
+        tau: The thresholds, one a layer or one for all; what a calibration finds. `None` for `"top_k"`, and until they are known.
         per: Who shares a choice of channels: `"token"` nobody, `"rows"` the T tokens of a batch row, `"batch"` all B T tokens. Shared by
             `"batch"`, a row's output depends on the other rows.
         score: What channels of several tokens are compared by: the largest `|act(gate)|` among them, the mean, or that of the row's first
@@ -46,11 +51,13 @@ class SparseFFN:
             of the kept ones. `"auto"` gathers where that reads less.
 
     Raises:
-        ValueError: A choice that does not exist, a share outside (0, 1], or a threshold that is to be gathered.
+        ValueError: A choice that does not exist, a share outside (0, 1], thresholds that are no numbers of at least 0, or that are to be
+            gathered or not to be read.
     """
 
     select: str = "top_k"
     keep: float = 0.4
+    tau: float | tuple[float, ...] | None = None
     per: str = "rows"
     score: str = "max"
     implementation: str = "auto"
@@ -64,6 +71,38 @@ class SparseFFN:
             raise ValueError(f"SparseFFN.keep must be above 0 and at most 1, got {self.keep!r}")
         if self.select == "threshold" and self.implementation == "gathered":
             raise ValueError("SparseFFN.implementation 'gathered' needs a fixed number of channels: select 'top_k', got 'threshold'")
+        tau = self.tau if isinstance(self.tau, tuple) else () if self.tau is None else (self.tau,)
+        if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < math.inf for x in tau):
+            raise ValueError(f"SparseFFN.tau must be None, a finite number of at least 0, or a tuple of them, got {self.tau!r}")
+        if self.tau is not None and self.select != "threshold":
+            raise ValueError(f"SparseFFN.tau is read with select 'threshold' only, got select={self.select!r} and tau={self.tau!r}")
+
+    def check(self, model: ModelConfig) -> None:
+        """Whether it fits a model.
+
+        Args:
+            model: The target's shape.
+
+        Raises:
+            ValueError: Thresholds missing, or of another number of layers; or channels of experts chosen other than by a threshold for each
+                token.
+        """
+        layers = model.num_layers
+        with_experts = [layer for layer in range(layers) if model.has_experts(layer)]
+        if self.exact:
+            return
+        if with_experts and (self.select != "threshold" or self.per != "token"):
+            raise ValueError(
+                "in a mixture of experts channels are left out by a threshold for each token: SparseFFN(select='threshold', "
+                f"per='token'), got select={self.select!r}, per={self.per!r}; layers with experts: {with_experts}"
+            )
+        fits = len(self.tau) == layers if isinstance(self.tau, tuple) else self.tau is not None
+        if self.select == "threshold" and not fits:
+            raise ValueError(f"SparseFFN(select='threshold') needs tau, a number or a tuple of {layers}, one a layer, got {self.tau!r}")
+
+    def layer_tau(self, layer: int) -> float | None:
+        """A layer's threshold; `None` where none is read."""
+        return self.tau[layer] if isinstance(self.tau, tuple) else self.tau
 
     @property
     def exact(self) -> bool:

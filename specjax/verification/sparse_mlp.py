@@ -1,4 +1,4 @@
-"""What a pass of the target leaves out of its feed-forward networks and mixtures of experts: static choices, and thresholds a layer."""
+"""What a pass leaves out of one layer's feed-forward network or mixture of experts: static choices, and thresholds as arrays."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from specjax.verification.sparse_ffn import SparseFFN
 from specjax.verification.sparse_moe import SparseMoE
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig
+    from specjax.sparsity import SparsityConfig
 
 
 @jax.tree_util.register_dataclass
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 class SparseMLP:
     """Lossy, unless `ffn` and `moe` are exact or `None`. `SparseMLP()` leaves nothing out, and measures nothing.
 
-    Thresholds are arrays: other values run the same program. In a layer with experts, channels are left out of each expert, by a threshold
-    for each token only; what that keeps is not measured (a calibration's histogram tells).
+    In a layer with experts, channels are left out of each expert, by a threshold for each token only; what that keeps is not measured (a
+    calibration's histogram tells).
 
     Attributes:
-        ffn: Channels. Static.
-        moe: Experts. Static.
-        tau: `[L]` float32, or a scalar for all layers: `ffn`'s thresholds. `None` if none are needed.
-        beta: `[L, at least m]` float32, or `[at least m]` for all layers: `moe`'s thresholds. `None` if none are needed.
+        ffn: Channels. Static; its own `tau` is not read.
+        moe: Experts. Static; its own `beta` is not read.
+        tau: Scalar float32: `ffn`'s threshold in this layer. `None` if none is needed.
+        beta: `[at least m]` float32: `moe`'s thresholds in this layer. `None` if none are needed.
         counted: `[B,T]` bool, tokens that take part in shared choices, in what is measured and in calibration: not the padding behind a
             short draft. `None` is all.
     """
@@ -37,38 +38,27 @@ class SparseMLP:
     beta: jax.Array | None = None
     counted: jax.Array | None = None
 
-    def check(self, config: ModelConfig) -> None:
-        """Whether it fits a model.
+    @classmethod
+    def of_layer(cls, sparsity: SparsityConfig | None, layer: int, counted: jax.Array | None) -> SparseMLP | None:
+        """What a layer leaves out of what a pass does.
 
-        Raises:
-            ValueError: Thresholds missing, or of another number of layers; experts where the model has none; channels of experts chosen
-                other than by a threshold for each token; or what `SparseMoE.check` refuses.
+        Args:
+            sparsity: The pass's, checked against the model; `None` is dense.
+            layer: Which.
+            counted: `[B,T]` bool or `None`.
+
+        Returns:
+            `None` where there is nothing to say: the dense layer.
         """
-        layers = config.num_layers
-        with_experts = [layer for layer in range(layers) if config.has_experts(layer)]
-        if self.ffn is not None and not self.ffn.exact:
-            if with_experts and (self.ffn.select != "threshold" or self.ffn.per != "token"):
-                raise ValueError(
-                    "in a mixture of experts channels are left out by a threshold for each token: SparseFFN(select='threshold', "
-                    f"per='token'), got select={self.ffn.select!r}, per={self.ffn.per!r}; layers with experts: {with_experts}"
-                )
-            if self.ffn.select == "threshold" and (self.tau is None or self.tau.shape not in ((), (layers,))):
-                raise ValueError(f"SparseFFN(select='threshold') needs tau, a scalar or [{layers}], got {_shape(self.tau)}")
-        if self.moe is not None:
-            if config.moe is None or not with_experts:
-                raise ValueError(f"SparseMoE needs a model with experts, this one has none in its {layers} layers")
-            self.moe.check(config.moe)
-            least = self.moe.max_skipped
-            fits = self.beta is not None and self.beta.ndim in (1, 2) and self.beta.shape[-1] >= least
-            if least and not (fits and self.beta is not None and self.beta.shape[:-1] in ((), (layers,))):
-                raise ValueError(f"SparseMoE(max_skipped={least}) needs beta, [{least}] or [{layers},{least}], got {_shape(self.beta)}")
-
-    def layer(self, index: int) -> SparseMLP:
-        """The same with that layer's thresholds alone: a scalar tau, beta `[at least m]`."""
-        tau = self.tau if self.tau is None or self.tau.ndim == 0 else self.tau[index]
-        beta = self.beta if self.beta is None or self.beta.ndim == 1 else self.beta[index]
-        return dataclasses.replace(self, tau=tau, beta=beta)
-
-
-def _shape(array: jax.Array | None) -> list[int] | None:
-    return None if array is None else list(array.shape)
+        ffn, moe = (None, None) if sparsity is None else (sparsity.ffn, sparsity.moe)
+        if ffn is None and moe is None and counted is None:
+            return None
+        tau = None if ffn is None else ffn.layer_tau(layer)
+        beta = None if moe is None else moe.layer_beta(layer)
+        return cls(
+            ffn=ffn,
+            moe=moe,
+            tau=None if tau is None else jnp.float32(tau),
+            beta=None if beta is None else jnp.asarray(beta, jnp.float32),
+            counted=counted,
+        )

@@ -10,13 +10,14 @@ read.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from specjax.config import MoEConfig
+    from specjax.config import ModelConfig, MoEConfig
 
 RATIOS = ("share", "pair")
 SHARING = ("rows", "batch")
@@ -28,8 +29,10 @@ class SparseMoE:
     """Which experts tokens do without. Lossy, unless nothing is left out.
 
     Attributes:
-        max_skipped: m, the most experts that a token may skip by the thresholds beta, which the pass is given, `[at least m]` a layer;
-            below the number that it takes. 0 skips none. (A token skips m / 2 or somewhat more where beta are medians.)
+        max_skipped: m, the most experts that a token may skip by the thresholds `beta`; below the number that it takes. 0 skips none. (A
+            token skips m / 2 or somewhat more where beta are medians.)
+        beta: The thresholds beta_1, beta_2, ..., at least m of them, for all layers or in a tuple for each; what a calibration finds.
+            `None` where none are skipped, and until they are known.
         experts_per_token: Experts that every token takes, at most those of the model; `None` is the model's own number. Skipping starts
             from these.
         expert_budget: Experts that the tokens which share a choice may use between them; `None` is all. ("Shared experts" would be
@@ -47,6 +50,7 @@ class SparseMoE:
     """
 
     max_skipped: int = 0
+    beta: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     experts_per_token: int | None = None
     expert_budget: int | None = None
     per: str = "rows"
@@ -64,13 +68,44 @@ class SparseMoE:
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
                 raise ValueError(f"SparseMoE.{name} must be None or a positive int, got {value!r}")
+        beta = () if self.beta is None else self.beta
+        rows: Any = beta if isinstance(beta, tuple) and beta and isinstance(beta[0], tuple) else (beta,)
+        if not all(isinstance(row, tuple) and all(map(_is_threshold, row)) for row in rows) or len({len(row) for row in rows}) > 1:
+            raise ValueError(
+                "SparseMoE.beta must be None, a tuple of finite numbers of at least 0, or one such tuple a layer, all of a length, "
+                f"got {self.beta!r}"
+            )
 
-    def check(self, moe: MoEConfig) -> None:
+    def check(self, model: ModelConfig) -> None:
         """Whether it fits a model.
 
+        Args:
+            model: The target's shape.
+
         Raises:
-            ValueError: More experts a token than the model's, all of them skipped, or a budget that is less than one token takes or more
-                than there are.
+            ValueError: A model without experts, more experts a token than the model's, all of them skipped, a budget that is less than one
+                token takes or more than there are, or thresholds missing or of another number of layers.
+        """
+        layers = model.num_layers
+        if model.moe is None or not any(model.has_experts(layer) for layer in range(layers)):
+            raise ValueError(f"SparseMoE needs a model with experts, this one has none in its {layers} layers")
+        self.check_experts(model.moe)
+        least, beta = self.max_skipped, self.beta
+        if not least:
+            return
+        per_layer = bool(beta) and isinstance(beta[0], tuple)
+        rows: Any = () if beta is None else beta if per_layer else (beta,)
+        if beta is None or len(rows) != (layers if per_layer else 1) or len(rows[0]) < least:
+            raise ValueError(
+                f"SparseMoE(max_skipped={least}) needs beta, {least} thresholds or a tuple of {layers} times as many, one a layer, "
+                f"got {beta!r}"
+            )
+
+    def check_experts(self, moe: MoEConfig) -> None:
+        """Whether its numbers of experts fit a mixture.
+
+        Raises:
+            ValueError: As `check`.
         """
         most, taken = moe.num_experts_per_token, self._taken(moe)
         if taken > most:
@@ -83,13 +118,18 @@ class SparseMoE:
                 f"got {self.expert_budget}"
             )
 
+    def layer_beta(self, layer: int) -> Any:
+        """A layer's thresholds, a tuple of floats; `None` where none are read."""
+        return self.beta[layer] if self.beta and isinstance(self.beta[0], tuple) else self.beta
+
     def exact(self, moe: MoEConfig) -> bool:
         """Nothing is left out, whatever the weights: the dense mixture."""
         return self.max_skipped == 0 and self._taken(moe) == moe.num_experts_per_token and not self._limits(moe)
 
-    def sees_later_rows(self, moe: MoEConfig) -> bool:
+    @property
+    def sees_later_rows(self) -> bool:
         """What a token takes may depend on the draft tokens behind it: such a pass may not stand below a lossless one."""
-        return self._limits(moe)
+        return self.expert_budget is not None
 
     def _taken(self, moe: MoEConfig) -> int:
         return moe.num_experts_per_token if self.experts_per_token is None else self.experts_per_token
@@ -146,7 +186,7 @@ def choose_experts(
     Raises:
         ValueError: Settings that do not fit the model, or too few thresholds.
     """
-    sparse.check(moe)
+    sparse.check_experts(moe)
     if sparse.max_skipped and (beta is None or beta.ndim != 1 or beta.shape[0] < sparse.max_skipped):
         got = None if beta is None else list(beta.shape)
         raise ValueError(f"SparseMoE(max_skipped={sparse.max_skipped}) needs beta, as many thresholds a layer; got {got}")
@@ -213,6 +253,10 @@ def _within_budget(probs: jax.Array, sparse: SparseMoE, counted: jax.Array | Non
     summed = summed.reshape(-1, probs.shape[-1])
     chosen = jax.lax.top_k(summed, sparse.expert_budget or probs.shape[-1])[1]
     return jnp.zeros(summed.shape, bool).at[jnp.arange(summed.shape[0])[:, None], chosen].set(True)
+
+
+def _is_threshold(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _is_int(value: object) -> bool:

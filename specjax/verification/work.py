@@ -8,8 +8,10 @@ softmax, biases, routing's top-k, activations. arXiv:2512.21911 reports such ope
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
-from specjax.config import ModelConfig, MoEConfig
+if TYPE_CHECKING:
+    from specjax.config import ModelConfig, MoEConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +93,9 @@ class PassWork:
 def pass_work(
     config: ModelConfig,
     *,
-    batch_size: int,
-    num_tokens: int,
-    context: int,
+    batch_size: float,
+    num_tokens: float,
+    context: float,
     kept: Kept = Kept(),
     weight_bytes: int = 2,
     cache_bytes: int = 2,
@@ -102,7 +104,7 @@ def pass_work(
 
     Args:
         config: The target's shape.
-        batch_size: B.
+        batch_size: B; this and the next two may be means over passes.
         num_tokens: T, new positions a row; G + 1 in a verification.
         context: Tokens before them in each row.
         kept: What is not left out.
@@ -151,22 +153,23 @@ def pass_work(
     )
 
 
-def expected_distinct_experts(num_experts: int, experts_per_token: float, num_tokens: int) -> float:
+def expected_distinct_experts(num_experts: int, experts_per_token: float, num_tokens: Any) -> Any:
     """Experts that tokens use between them if each chooses its own evenly and apart: `E (1 - (1 - k/E)^M)`.
 
-    Real tokens of one text choose more alike than this.
+    Real tokens of one text choose more alike than this. A number, or for an array of them an array.
     """
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens)
 
 
-def _attention(config: ModelConfig, layer: int, batch_size: int, num_tokens: int, context: int, kept: Kept, cache_bytes: int) -> Work:
+def _attention(config: ModelConfig, layer: int, batch_size: float, num_tokens: float, context: float, kept: Kept, cache_bytes: int) -> Work:
     window = config.window(layer)
     if window is None:
         earlier = kept.keys * context
-        pairs = sum(earlier + row + 1 for row in range(num_tokens))
+        pairs = num_tokens * earlier + num_tokens * (num_tokens + 1) / 2
         positions = earlier + num_tokens
     else:
-        pairs = sum(min(context + row + 1, window) for row in range(num_tokens))
+        whole = min(max(window - context, 0), num_tokens)  # rows that see everything before them
+        pairs = whole * context + whole * (whole + 1) / 2 + (num_tokens - whole) * window
         positions = min(context, window - 1) + num_tokens  # the first row sees window - 1 earlier ones
     flops = 4.0 * batch_size * pairs * config.num_heads * config.head_dim
     moved = 2.0 * batch_size * (positions + num_tokens) * config.num_kv_heads * config.head_dim * cache_bytes
@@ -180,7 +183,7 @@ def _gated(width: int, channels: int, tokens: float, networks: float, kept: Kept
     return Work(2.0 * tokens * size * (1 + 2 * kept.channels), networks * size * (1 + 2 * read) * weight_bytes)
 
 
-def _experts(width: int, moe: MoEConfig, tokens: int, kept: Kept, weight_bytes: int) -> Work:
+def _experts(width: int, moe: MoEConfig, tokens: float, kept: Kept, weight_bytes: int) -> Work:
     each = moe.num_experts_per_token if kept.experts_per_token is None else kept.experts_per_token
     expected = expected_distinct_experts(moe.num_experts, each, tokens)
     distinct = expected if kept.distinct_experts is None else kept.distinct_experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import MoEConfig
+from specjax import MoEConfig, SparsityConfig
 from specjax.verification.calibration import MLPSamples, choose_anchors, jaccard, sample_mlp, selection_masks
 from specjax.verification.histogram import NUM_BINS, RELATIVE_WIDTH, histogram, quantile, share_at_least
 from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_mlp import SparseMLP
 from specjax.verification.sparse_moe import SparseMoE
 from tests.helpers import random_model, tiny_config
 
@@ -51,15 +51,15 @@ def test_the_thresholds_keep_the_share_of_channels_that_was_asked_for() -> None:
     samples = sample_mlp(model, params, BATCHES)
     assert samples.gates.sum(axis=1).tolist() == [48 * 48] * 2  # 48 tokens, 48 channels
 
-    @jax.jit
-    def computed(tokens: jax.Array, tau: jax.Array) -> jax.Array:
-        sparse = SparseMLP(ffn=SparseFFN(select="threshold", per="token"), tau=tau)
+    @functools.partial(jax.jit, static_argnums=1)
+    def computed(tokens: jax.Array, tau: float) -> jax.Array:
+        sparsity = SparsityConfig(ffn=SparseFFN(select="threshold", per="token", tau=(tau, 0.0)))
         cache = model.init_cache(batch_size=3, capacity=8)
-        return model.apply({"params": params}, tokens, cache, sparse_mlp=sparse).mlp_work[0].computed
+        return model.apply({"params": params}, tokens, cache, sparsity=sparsity).mlp_work[0].computed
 
     for keep in (1.0, 0.7, 0.4, 0.05):
         tau = samples.tau(keep)
-        kept = np.mean([computed(tokens, jnp.asarray([tau[0], 0.0])) for tokens, _ in BATCHES])
+        kept = np.mean([computed(tokens, float(tau[0])) for tokens, _ in BATCHES])
         assert keep <= kept <= keep + 0.02  # a bin holds 1.6 % of the scale, about as much of the channels
         np.testing.assert_allclose(samples.kept(tau)[0], kept, atol=1e-6)
 
@@ -108,9 +108,9 @@ def test_median_thresholds_skip_half_of_what_they_may() -> None:
 
     @jax.jit
     def experts_per_token(tokens: jax.Array) -> jax.Array:
-        sparse = SparseMLP(moe=SparseMoE(max_skipped=1), beta=jnp.asarray(samples.beta()))
+        sparsity = SparsityConfig(moe=SparseMoE(max_skipped=1, beta=tuple(map(tuple, samples.beta().tolist()))))
         cache = model.init_cache(batch_size=3, capacity=8)
-        return model.apply({"params": params}, tokens, cache, sparse_mlp=sparse).mlp_work[0].experts_per_token
+        return model.apply({"params": params}, tokens, cache, sparsity=sparsity).mlp_work[0].experts_per_token
 
     # On the texts of the calibration themselves; 0.1 are the tokens of a bin, of 48.
     assert abs(np.mean([experts_per_token(tokens) for tokens, _ in BATCHES]) - 3.5) < 0.1

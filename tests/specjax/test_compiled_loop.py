@@ -124,6 +124,13 @@ def test_no_cache_is_copied_or_transposed_by_sparse_attention(batch_size):
     assert not moves_of_the_cache(text, batch_size, "dot|multiply|add|select|concatenate|pad")
 
 
+@pytest.mark.parametrize("batch_size", [1, pytest.param(5, marks=pytest.mark.full)])
+def test_no_cache_is_copied_or_transposed_by_refreshes(batch_size):
+    sparsity = dataclasses.replace(SPARSE, refresh_every=3)
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=False, prefill_chunk_size=16, sparsity=sparsity)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
+
+
 @pytest.mark.parametrize(
     ("batch_size", "with_draft_model"),
     [(1, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, True), (5, False), (5, True)))],

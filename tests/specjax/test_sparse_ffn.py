@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import ModelConfig, MoEConfig
+from specjax import ModelConfig, MoEConfig, SparsityConfig
 from specjax.models.feed_forward import FeedForward
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.projections import split_gate_up
@@ -187,18 +188,18 @@ def test_an_exact_setting_is_the_dense_program_and_a_layers_threshold_is_its_own
     model, params = random_model(config)
     tokens = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
 
-    @jax.jit
-    def hidden(params: dict, sparse: SparseMLP | None) -> Any:
+    @functools.partial(jax.jit, static_argnums=1)
+    def hidden(params: dict, ffn: SparseFFN | None) -> Any:
         cache = model.init_cache(batch_size=2, capacity=16)
-        output = model.apply({"params": params}, tokens, cache, sparse_mlp=sparse)
+        output = model.apply({"params": params}, tokens, cache, sparsity=SparsityConfig(ffn=ffn))
         return output.hidden, output.mlp_work
 
-    assert hidden.lower(params, SparseMLP(ffn=SparseFFN(keep=1.0))).as_text() == hidden.lower(params, None).as_text()
-    out, work = hidden(params, SparseMLP(ffn=TOKENS, tau=jnp.array([0.0, 0.3])))
+    assert hidden.lower(params, SparseFFN(keep=1.0)).as_text() == hidden.lower(params, None).as_text()
+    out, work = hidden(params, dataclasses.replace(TOKENS, tau=(0.0, 0.3)))
     assert float(work[0].computed.mean()) == 1.0
     assert 0.0 < float(work[1].computed.mean()) < 0.9
     assert np.isfinite(out).all()
-    assert jax.eval_shape(hidden, params, None)[1] == (None, None)
+    assert jax.eval_shape(lambda: hidden(params, None))[1] == (None, None)
 
 
 def test_split_params_are_the_same_network() -> None:
@@ -262,6 +263,9 @@ def test_a_threshold_of_another_value_runs_the_same_program() -> None:
         (dict(per="layer"), r"SparseFFN.per must be one of .*, got 'layer'"),
         (dict(score="sum"), r"SparseFFN.score must be one of .*, got 'sum'"),
         (dict(select="threshold", implementation="gathered"), "needs a fixed number of channels"),
+        (dict(select="threshold", tau=(0.1, -0.1)), r"SparseFFN.tau must be None, a finite number of at least 0, .* got \(0.1, -0.1\)"),
+        (dict(select="threshold", tau=float("nan")), "SparseFFN.tau must be None, a finite number .* got nan"),
+        (dict(tau=0.1), "SparseFFN.tau is read with select 'threshold' only, got select='top_k' and tau=0.1"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(settings: dict, message: str) -> None:
@@ -271,12 +275,12 @@ def test_a_setting_that_cannot_be_is_refused(settings: dict, message: str) -> No
 
 def test_what_does_not_fit_the_model_is_refused() -> None:
     with_experts = tiny_config(moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16))
-    with pytest.raises(ValueError, match=r"needs tau, a scalar or \[2\], got \[3\]"):
-        SparseMLP(ffn=TOKENS, tau=jnp.zeros(3)).check(tiny_config())
-    with pytest.raises(ValueError, match="needs tau, a scalar or .*, got None"):
-        SparseMLP(ffn=TOKENS).check(tiny_config())
+    with pytest.raises(ValueError, match=r"needs tau, a number or a tuple of 2, one a layer, got \(0.1, 0.1, 0.1\)"):
+        dataclasses.replace(TOKENS, tau=(0.1, 0.1, 0.1)).check(tiny_config())
+    with pytest.raises(ValueError, match="needs tau, a number or a tuple of 2, one a layer, got None"):
+        TOKENS.check(tiny_config())
     with pytest.raises(ValueError, match="channels are left out by a threshold for each token.*layers with experts: .0, 1"):
-        SparseMLP(ffn=SparseFFN()).check(with_experts)
+        SparseFFN().check(with_experts)
 
 
 @pytest.mark.parametrize(("keep", "size", "number"), [(0.4, 14336, 5736), (0.56, 100, 56), (0.25, 48, 16), (1.0, 50, 50), (0.99, 50, 50)])

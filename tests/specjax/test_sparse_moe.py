@@ -201,9 +201,9 @@ def test_a_row_that_is_not_a_number_chooses_for_itself() -> None:
 
 
 def test_only_a_budget_sees_later_rows() -> None:
-    assert SparseMoE(expert_budget=7).sees_later_rows(MOE)
-    assert not SparseMoE(expert_budget=EXPERTS).sees_later_rows(MOE)
-    assert not SparseMoE(max_skipped=3, experts_per_token=4).sees_later_rows(MOE)
+    assert SparseMoE(expert_budget=7).sees_later_rows
+    assert SparseMoE(expert_budget=EXPERTS).sees_later_rows  # that these are all, only the model knows
+    assert not SparseMoE(max_skipped=3, experts_per_token=4).sees_later_rows
     probs = random_probs((1, 5))
     other = np.concatenate([probs[:, :4], probs[:, 4:, ::-1]], axis=1)
 
@@ -222,22 +222,27 @@ def test_only_a_budget_sees_later_rows() -> None:
         (dict(experts_per_token=5), "experts_per_token must be at most the model's num_experts_per_token = 4, got 5"),
         (dict(expert_budget=3), "expert_budget must be from 4, which one token takes, to num_experts = 8, got 3"),
         (dict(expert_budget=9), "expert_budget must be from 4, .* got 9"),
-        (dict(max_skipped=1), r"needs beta, \[1\] or \[2,1\], got None"),
+        (dict(max_skipped=1), "needs beta, 1 thresholds or a tuple of 2 times as many, one a layer, got None"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SparseMLP(moe=SparseMoE(**settings)).check(tiny_config(moe=MOE))
+        SparseMoE(**settings).check(tiny_config(moe=MOE))
 
 
 def test_thresholds_of_another_number_and_models_without_experts_are_refused() -> None:
     sparse = SparseMoE(max_skipped=2)
-    for beta in (jnp.zeros(1), jnp.zeros((3, 2)), jnp.zeros((2, 1))):
-        with pytest.raises(ValueError, match=r"needs beta, \[2\] or \[2,2\], got"):
-            SparseMLP(moe=sparse, beta=beta).check(tiny_config(moe=MOE))
-    SparseMLP(moe=sparse, beta=jnp.zeros((2, 3))).check(tiny_config(moe=MOE))
+    for beta in ((), (0.1,), ((0.1, 0.1),) * 3, ((0.1,),) * 2):
+        with pytest.raises(ValueError, match="needs beta, 2 thresholds or a tuple of 2 times as many, one a layer, got"):
+            SparseMoE(max_skipped=2, beta=beta).check(tiny_config(moe=MOE))
+    SparseMoE(max_skipped=2, beta=((0.1, 0.2, 0.3),) * 2).check(tiny_config(moe=MOE))
+    SparseMoE(max_skipped=2, beta=(0.1, 0.2)).check(tiny_config(moe=MOE))
+    wrong: list[Any] = [(0.1, -1.0), (0.1, float("inf")), 0.1, ((0.1,), (0.1, 0.2)), [0.1]]
+    for beta in wrong:
+        with pytest.raises(ValueError, match="SparseMoE.beta must be None, a tuple of finite numbers of at least 0"):
+            SparseMoE(max_skipped=1, beta=beta)
     with pytest.raises(ValueError, match="needs a model with experts"):
-        SparseMLP(moe=SparseMoE()).check(tiny_config())
+        SparseMoE().check(tiny_config())
     with pytest.raises(ValueError, match=r"needs beta, as many thresholds a layer; got \[1\]"):
         choose_experts(jnp.asarray(random_probs()), MOE, sparse, beta=jnp.zeros(1))
 

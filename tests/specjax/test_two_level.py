@@ -261,10 +261,12 @@ def test_what_would_not_be_lossless_is_refused_by_name() -> None:
         GenerateConfig(max_new_tokens=1, do_sample=True, sparsity=later)
     with pytest.raises(ValueError, match=r"lossless needs a lossless GenerateConfig.verification, got TypicalAcceptance"):
         GenerateConfig(max_new_tokens=1, sparsity=sparse(FIXED), verification=TypicalAcceptance())
-    with pytest.raises(ValueError, match=r"SparsityConfig.lossless needs something that is sparse to check, got Lossless"):
+    with pytest.raises(ValueError, match=r"SparsityConfig.lossless needs something sparse to check, got Lossless"):
         SparsityConfig(lossless=FIXED)
     with pytest.raises(ValueError, match="SparsityConfig.lossless must be None or a Lossless, got True"):
         SparsityConfig(attention=SparseAttention(), lossless=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lossless refreshes at each of its checks: refresh_every must be 0 with it, got 4"):
+        SparsityConfig(attention=SparseAttention(), lossless=FIXED, refresh_every=4)
     for field, value, message in (
         ("max_steps", 0, "Lossless.max_steps must be a positive int, got 0"),
         ("max_steps", True, "Lossless.max_steps must be a positive int, got True"),
