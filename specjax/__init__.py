@@ -10,6 +10,7 @@ from specjax.drafting.medusa_drafter import MedusaDrafter, medusa_params
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
+from specjax.lossless import Lossless
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.requests import left_align
@@ -35,6 +36,7 @@ __all__ = [
     "GenerateOutput",
     "HydraDrafter",
     "KVCache",
+    "Lossless",
     "LowRankHead",
     "MedusaDrafter",
     "MoEConfig",

@@ -29,7 +29,7 @@ def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: in
         start: Slots that an earlier call filled.
         num_columns: Width of the tokens that the prefill takes in.
         num_new: Most new tokens.
-        draft_length: G.
+        draft_length: G, or as many tokens as may wait for a dense pass (`GenerateConfig.max_unsettled`).
         chunk_size: The prefill's; its last chunk is written whole.
         refresh_rows: Rows of a refreshing step (`SparsityConfig.refresh_rows`).
     """

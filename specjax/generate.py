@@ -25,6 +25,7 @@ from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
+from specjax.two_level import Round
 from specjax.verification.verify import verify
 from specjax.verification_pass import verification_pass
 
@@ -53,6 +54,7 @@ def speculative_generate(
 
     `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
     depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.summary()` says what was kept.
+    With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.lossless`.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
@@ -216,23 +218,37 @@ def decode_step(
     request: Request,
     state: DecodeState,
 ) -> DecodeState:
-    """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still."""
-    step = partial(_step, target, drafter, config, target_params, drafter_params, request)
-    every = config.sparsity.refresh_every
-    return take_step(step, state, refresh_every=every) if every else step(state, refresh=False)
+    """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still.
+
+    With lossless sparsity it is a round: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
+    """
+    models: dict[str, Any] = dict(
+        target=target, drafter=drafter, target_params=target_params, drafter_params=drafter_params, request=request
+    )
+    step, sparsity = partial(_step, **models), config.sparsity
+    if sparsity.lossless is not None:
+        return Round(config=config, step=step, **models)(state)
+    if not sparsity.refresh_every:
+        return step(config, state)[0]
+
+    def refreshing(state: DecodeState, *, refresh: bool) -> DecodeState:
+        return step(config, state, refresh=refresh)[0]
+
+    return take_step(refreshing, state, refresh_every=sparsity.refresh_every)
 
 
 def _step(
+    config: GenerateConfig,
+    state: DecodeState,
+    *,
     target: Transformer,
     drafter: Drafter | None,
-    config: GenerateConfig,
     target_params: Any,
     drafter_params: Any,
     request: Request,
-    state: DecodeState,
-    *,
-    refresh: bool,
-) -> DecodeState:
+    refresh: bool = False,
+) -> tuple[DecodeState, jax.Array]:
+    """The state after one step, and the hidden states `[B,G+1,D]` whose logits verified it."""
     next_keys, draft_keys, verify_keys = split_row_keys(state.row_keys, 3)
     sampling = request.sampling.broadcast(state.num_generated.shape[0])
 
@@ -266,7 +282,8 @@ def _step(
     if drafter is not None:
         commit = Commit(context=state.context, num_committed=num_committed, features=rows.features)
         drafter_state = drafter.commit(drafter_params, drafter_state, commit)
-    return counted_step(dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics), refresh=refresh)
+    state = dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
+    return counted_step(state, refresh=refresh), rows.hidden
 
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:

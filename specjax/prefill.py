@@ -16,8 +16,10 @@ from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.level_counts import LevelCounts
 from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
+from specjax.pace import Pace
 from specjax.requests import Request, row_keys
 from specjax.sampling import split_row_keys
 from specjax.state import Commit, Context, Continuation, DecodeState, Draft, FinishReason, PrefillChunk, SinceDense
@@ -80,8 +82,9 @@ def prefill(
     num_speculative_tokens = 0 if drafter is None else config.num_speculative_tokens
     # Concrete lengths were checked before compiling; traced ones can only be caught here. A write beyond the end would land elsewhere.
     num_chunks = jnp.maximum(-(-prompt.length.max() // chunk_size), 1)
-    decoded = prompt.length + request.stopping.max_new_tokens + num_speculative_tokens + 1
+    decoded = prompt.length + request.stopping.max_new_tokens + config.max_unsettled(num_speculative_tokens) + 1
     fits = start + jnp.maximum(num_chunks * chunk_size, decoded) <= cache.capacity
+    lossless = config.sparsity.lossless
     state = DecodeState(
         context=context,
         num_generated=jnp.zeros((batch_size,), jnp.int32),
@@ -95,7 +98,9 @@ def prefill(
             num_speculative_tokens,
             synthetic=drafter is not None and config.verification.synthetic,
             **counts_of_nothing(target, target_params, config.sparsity, cache),
+            levels=None if lossless is None else LevelCounts.zeros(batch_size),
         ),
+        pace=None if lossless is None else Pace.unknown(),
     )
     state, num_committed = commit_tokens(state, checked, logits, request)
     if config.sparsity.refresh_every:

@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specjax.attention_sparsity import Reuse, SparseAttention
+from specjax.lossless import Lossless
 from specjax.verification.sparse_ffn import SparseFFN
 from specjax.verification.sparse_moe import SparseMoE
 
 if TYPE_CHECKING:
     from specjax.config import ModelConfig
+    from specjax.verification.rule import VerificationRule
+
+# The fields that may be `None`.
+_PARTS: dict[str, Any] = {"attention": SparseAttention, "ffn": SparseFFN, "moe": SparseMoE, "lossless": Lossless}
 
 
 def _require(condition: bool, message: str) -> None:
@@ -24,7 +29,9 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparsityConfig:
-    """What the passes of decoding leave out; prefill is always dense. Lossy, unless it is empty (the default) or everything is kept.
+    """What the passes of decoding leave out; prefill is always dense.
+
+    Lossy, unless it is empty (the default), everything is kept, or dense passes check what sparse ones commit (`lossless`).
 
     Example:
         >>> sparsity = SparsityConfig(attention=SparseAttention(keep=0.1, dense_below=4096), reuse=Reuse(anchors=(0, 1, 2, 8, 16)))
@@ -39,9 +46,10 @@ class SparsityConfig:
         refresh_every: Every so many steps one is dense: it also reads the tokens that the sparse steps since the last such step committed
             once more, and replaces their keys and values, which sparse passes only approximate, so that errors do not add up. 0 is never.
             Such a step is a dense pass over `refresh_every * (G + 1)` rows in the place of one over G + 1.
+        lossless: Dense passes check what sparse passes commit, and the output is that of dense verification. `None`: nothing does.
 
     Raises:
-        ValueError: A field of another type, anchors without sparse attention, or refreshes where nothing is sparse.
+        ValueError: A field of another type, anchors without sparse attention, refreshes or `lossless` where nothing is sparse, or both.
     """
 
     attention: SparseAttention | None = None
@@ -49,9 +57,10 @@ class SparsityConfig:
     moe: SparseMoE | None = None
     reuse: Reuse = Reuse()
     refresh_every: int = 0
+    lossless: Lossless | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("attention", SparseAttention), ("ffn", SparseFFN), ("moe", SparseMoE)):
+        for name, kind in _PARTS.items():
             value = getattr(self, name)
             fits = value is None or isinstance(value, kind)
             _require(fits, f"SparsityConfig.{name} must be None or a {kind.__name__}, got {value!r}")
@@ -62,6 +71,13 @@ class SparsityConfig:
         is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 0
         _require(is_count, f"SparsityConfig.refresh_every must be an int of at least 0, got {every!r}")
         _require(not (every and self.is_dense), f"SparsityConfig.refresh_every = {every} needs something sparse to refresh")
+        checks = self.lossless is not None
+        _require(not (checks and self.is_dense), f"SparsityConfig.lossless needs something sparse to check, got {self.lossless!r}")
+        _require(
+            not (checks and every), f"SparsityConfig.lossless refreshes at each of its checks: refresh_every must be 0 with it, got {every}"
+        )
+        unpriced = self.lossless is not None and self.lossless.adapt and self.lossless.step_cost is None and self.attention is None
+        _require(not unpriced, f"Lossless.adapt needs a measured step_cost where attention is dense, got {self.lossless!r}")
 
     @property
     def is_dense(self) -> bool:
@@ -116,6 +132,25 @@ class SparsityConfig:
         _require(not outside, f"Reuse.anchors must be layers with sparse attention, {layers}, got {outside}")
         _require(anchors[0] == layers[0], f"Reuse.anchors must begin with the first sparse layer, {layers[0]}, got {anchors}")
 
+    def check_lossless(self, verification: VerificationRule, *, do_sample: bool) -> None:
+        """Fits a rule and a way of decoding, if it is to be lossless.
+
+        Args:
+            verification: The rule that sparse steps verify by.
+            do_sample: Whether tokens are sampled.
+
+        Raises:
+            ValueError: With `lossless` a lossy rule, or, where tokens are sampled, a selection that sees later draft rows.
+        """
+        if self.lossless is None:
+            return
+        _require(verification.lossless, f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {verification!r}")
+        _require(
+            not (do_sample and self.sees_later_rows),
+            "SparsityConfig.lossless with do_sample=True needs a selection that does not see later draft rows, since a token's sparse "
+            f"distribution may not depend on what was drafted behind it; got {self}",
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`."""
         return dataclasses.asdict(self)
@@ -131,7 +166,7 @@ class SparsityConfig:
             ValueError: An unknown field, or a value that does not fit.
         """
         fields = _known(cls, values)
-        for name, kind in (("attention", SparseAttention), ("ffn", SparseFFN), ("moe", SparseMoE), ("reuse", Reuse)):
+        for name, kind in (_PARTS | {"reuse": Reuse}).items():
             if fields.get(name) is not None:
                 fields[name] = kind(**_known(kind, fields[name]))
         return cls(**fields)

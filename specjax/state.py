@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.kv_cache import KVCache
+from specjax.pace import Pace
 from specjax.statistics import Statistics
 
 
@@ -109,11 +110,14 @@ class Commit:
         num_committed: `[B]` int32, tokens this step added (0 in finished rows).
         features: `[B,T,*]` the target's residual stream for the T verified rows (the pending token, then the draft), or `None` if the
             drafter asked for none: row j is the one that committed token j came from. Rows at or beyond `num_committed` count for nothing.
+        rechecked: The committed tokens but the last stood in earlier commits, perhaps with others behind them that are gone, and these are
+            their final features (two-level verification). Static.
     """
 
     context: Context
     num_committed: jax.Array
     features: jax.Array | None
+    rechecked: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
 @jax.tree_util.register_dataclass
@@ -161,6 +165,7 @@ class DecodeState:
         log_probs: `[B,M]` float32 of the emitted tokens (M is `max_new_tokens`, or 0 where they were not asked for).
         statistics: Acceptance counts.
         since_dense: How far the cache is dense; `None` without refreshes.
+        pace: What two-level verification has seen so far; `None` without it.
     """
 
     context: Context
@@ -172,6 +177,7 @@ class DecodeState:
     log_probs: jax.Array
     statistics: Statistics
     since_dense: SinceDense | None = None
+    pace: Pace | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,8 @@
 """Acceptance statistics under vLLM's names: counts in arrays, rates as properties.
 
 Only what was delivered counts. A step that an EOS or a limit cuts short after e tokens, all of them accepted drafts, counts e drafted and e
-accepted; the drafts behind the cut were examined but never delivered and count nowhere.
+accepted; the drafts behind the cut were examined but never delivered and count nowhere. With two-level verification the counts of drafts
+are those of the first level: `levels` says how much of what it committed was kept.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.attention_reads import AttentionReads
+from specjax.level_counts import LevelCounts
 from specjax.pass_counts import PassCounts, TargetPass
 
 
@@ -26,6 +28,7 @@ class Statistics:
         drafted_counts: `[B,G+1]` int32: likewise for j drafted tokens.
         attention_reads: How much of the target's cache its passes read; `None` unless its attention was sparse.
         pass_counts: What its passes kept of the rest, and their number; `None` unless anything was sparse.
+        levels: How two-level verification went; `None` without it. The two before it then count sparse passes only.
         synthetic: The acceptance was made up (`SyntheticAcceptance`): good for timing, never for text or accuracy. Static.
     """
 
@@ -33,6 +36,7 @@ class Statistics:
     drafted_counts: jax.Array
     attention_reads: AttentionReads | None = None
     pass_counts: PassCounts | None = None
+    levels: LevelCounts | None = None
     synthetic: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
@@ -44,11 +48,17 @@ class Statistics:
         synthetic: bool = False,
         attention_reads: AttentionReads | None = None,
         pass_counts: PassCounts | None = None,
+        levels: LevelCounts | None = None,
     ) -> Statistics:
-        """No steps yet, for B rows and drafts of up to G tokens; the last two are the counts before the first sparse pass."""
+        """No steps yet, for B rows and drafts of up to G tokens; the last three are the counts before the first sparse pass."""
         counts = jnp.zeros((batch_size, num_speculative_tokens + 1), jnp.int32)
         return cls(
-            accepted_counts=counts, drafted_counts=counts, attention_reads=attention_reads, pass_counts=pass_counts, synthetic=synthetic
+            accepted_counts=counts,
+            drafted_counts=counts,
+            attention_reads=attention_reads,
+            pass_counts=pass_counts,
+            levels=levels,
+            synthetic=synthetic,
         )
 
     def record(
@@ -101,7 +111,7 @@ class Statistics:
                 f"{self.accepted_counts.shape[1] - 1} and {other.accepted_counts.shape[1] - 1}"
             )
 
-        for name, what in (("attention_reads", "attention"), ("pass_counts", "passes")):
+        for name, what in (("attention_reads", "attention"), ("pass_counts", "passes"), ("levels", "two-level verification")):
             if (getattr(self, name) is None) != (getattr(other, name) is None):
                 raise ValueError(f"Statistics of sparse and of dense {what} do not add: only one of the two has {name}")
 
@@ -116,8 +126,19 @@ class Statistics:
             drafted_counts=total(self.drafted_counts, other.drafted_counts),
             attention_reads=both(self.attention_reads, other.attention_reads),
             pass_counts=both(self.pass_counts, other.pass_counts),
+            levels=both(self.levels, other.levels),
             synthetic=self.synthetic or other.synthetic,
         )
+
+    @property
+    def draft_length(self) -> int:
+        """G."""
+        return self.accepted_counts.shape[1] - 1
+
+    @property
+    def steps_per_row(self) -> jax.Array:
+        """`[B]` steps that each row took."""
+        return self.accepted_counts.sum(axis=1)
 
     @property
     def num_steps(self) -> jax.Array:
@@ -160,6 +181,8 @@ class Statistics:
         sparse = {} if self.attention_reads is None else {"sparse_attention": self.attention_reads.summary()}
         if self.pass_counts is not None:
             sparse |= self.pass_counts.summary(self.attention_reads, num_tokens=self.accepted_counts.shape[1])
+        if self.levels is not None:
+            sparse["two_level"] = self.levels.summary()
         return {
             "steps": int(self.num_steps),
             "num_draft_tokens": int(self.num_draft_tokens),

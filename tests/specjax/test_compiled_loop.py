@@ -11,6 +11,7 @@ from experiments.presets import qwen25_15b
 from specjax import (
     DraftModel,
     GenerateConfig,
+    Lossless,
     ModelConfig,
     MoEConfig,
     PromptLookup,
@@ -127,6 +128,17 @@ def test_no_cache_is_copied_or_transposed_by_sparse_attention(batch_size):
 def test_no_cache_is_copied_or_transposed_by_refreshes(batch_size):
     sparsity = dataclasses.replace(SPARSE, refresh_every=3)
     text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=False, prefill_chunk_size=16, sparsity=sparsity)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "with_draft_model"),
+    [(1, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, True), (5, False), (5, True)))],
+)
+def test_no_cache_is_copied_or_transposed_by_two_levels(batch_size, with_draft_model):
+    # Loops of one turn stand where a condition would copy what its branches write.
+    sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=2))
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=with_draft_model, sparsity=sparsity)
     assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
 
 

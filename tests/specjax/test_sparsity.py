@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import GenerateConfig, Reuse, SparseAttention, SparsityConfig
+from specjax import GenerateConfig, Lossless, Reuse, SparseAttention, SparsityConfig
 from tests.helpers import tiny_config
 
 
@@ -108,6 +108,7 @@ def test_settings_go_through_json_and_are_hashable() -> None:
         SparsityConfig(),
         SparsityConfig(attention=SparseAttention(keep=0.3, score="bounds")),
         SparsityConfig(attention=SparseAttention(rows="each"), reuse=Reuse(anchors=(0, 4))),
+        SparsityConfig(attention=SparseAttention(), lossless=Lossless(max_steps=3, step_cost=0.5)),
     ):
         back = SparsityConfig.from_json(json.loads(json.dumps(sparsity.to_json())))
         assert back == sparsity
