@@ -209,15 +209,21 @@ def ratio(speed: float | None, other: float | None) -> float | None:
     return None if speed is None or other is None else speed / other
 
 
+def keep_ratio(sparsity: SparsityConfig, summary: dict[str, Any]) -> float:
+    """What sparse passes kept, as measured: of the cache where attention is sparse, else of experts or channels; 1 if there were none."""
+    for name in ("sparse_attention", "sparse_moe", "sparse_ffn"):
+        if name in summary:
+            return float(summary[name]["keep_ratio"])
+    # The channels of experts are not measured: the share that their thresholds were found for stands there.
+    return sparsity.ffn.keep if sparsity.ffn is not None and "step_work" in summary else 1.0
+
+
 def kept_and_work(named: NamedSparsity, decoded: Decoded) -> dict[str, float]:
-    """Measured shares; of a hybrid, `keep_ratio` is the share of the cache, where attention is a part of it."""
-    summary, sparsity = decoded.statistics.summary(), named.sparsity
-    parts = (("sparse_attention", sparsity.attention), ("sparse_ffn", sparsity.ffn), ("sparse_moe", sparsity.moe))
-    kept = next((summary[name]["keep_ratio"] for name, part in parts if part is not None and name in summary), None)
+    """Measured shares of the mean verification pass over a dense one."""
+    summary = decoded.statistics.summary()
     total = summary["step_work"]["total"]
     return {
-        # The channels of experts are not measured: what the thresholds were found for stands there.
-        "keep_ratio": named.sparsity.ffn.keep if kept is None and named.sparsity.ffn is not None else float(kept or 1.0),
+        "keep_ratio": keep_ratio(named.sparsity, summary),
         "flops_ratio": total["flops"] / total["dense_flops"],
         "bytes_ratio": total["bytes"] / total["dense_bytes"],
     }
