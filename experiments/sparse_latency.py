@@ -66,7 +66,7 @@ class Config(SparseWords):
     """
 
     attention: tuple[float, ...] = (0.25, 0.125, 0.0625)
-    reuse: tuple[str, ...] = ("tokens", "layers")
+    reuse: tuple[str, ...] = ("tokens", "both")
     controls: tuple[str, ...] = ()
     model: str = path_field("llama31_8b")
     contexts: tuple[int, ...] = (8192, 32768, 131072)

@@ -18,7 +18,7 @@ from specjax.verification.sparse_moe import SparseMoE
 DENSE = SparsityConfig()
 CONTROLS = ("window", "random")
 # What rows say of a reuse: which draft tokens, and which layers, share a choice of blocks.
-REUSES = {"none": "none", "tokens": "draft tokens", "layers": "draft tokens and layers"}
+REUSES = {"none": "none", "tokens": "draft tokens", "layers": "layers", "both": "draft tokens and layers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class SparseWords:
 
     Attributes:
         attention: Shares of the context beyond `dense_below` that attention keeps, mild to harsh.
-        reuse: For each of those: "none" (each draft token reads its own choice), "tokens" (all read the pending token's) and "layers"
-            (so do the layers behind an anchor).
+        reuse: For each of those: "none" (each draft token reads its own choice in each layer), "tokens" (all read the pending token's),
+            "layers" (layers read what the anchor before them chose), "both".
         controls: At the same shares: "window", "random".
         ffn: Shares of channels that feed-forward networks keep. In a dense model the rows of a pass share them; in a mixture of experts
             each token has its own, by thresholds that are first found on texts.
@@ -36,11 +36,11 @@ class SparseWords:
         hybrid: Several at once: share of attention, share of channels and skipped experts, joined with `+`; `-` is dense. `0.25+0.6+-`.
         block_size: Tokens a block.
         dense_below: Contexts of up to so many tokens are read whole.
-        anchors: Layers that choose, for "layers"; none given are the first three and every fourth.
+        anchors: Layers that choose, where layers reuse; none given are the first three and every fourth.
     """
 
     attention: tuple[float, ...] = (0.5, 0.25, 0.1)
-    reuse: tuple[str, ...] = ("none", "tokens", "layers")
+    reuse: tuple[str, ...] = ("none", "tokens", "layers", "both")
     controls: tuple[str, ...] = CONTROLS
     ffn: tuple[float, ...] = ()
     moe: tuple[int, ...] = ()
@@ -119,8 +119,8 @@ def _blocks(words: SparseWords, keep: float, **changes: Any) -> SparseAttention:
 
 
 def _attention(words: SparseWords, model: ModelConfig, keep: float, reuse: str) -> NamedSparsity:
-    sparsity = SparsityConfig(attention=_blocks(words, keep, rows="each" if reuse == "none" else "first"))
-    if reuse == "layers":
+    sparsity = SparsityConfig(attention=_blocks(words, keep, rows="first" if reuse in ("tokens", "both") else "each"))
+    if reuse in ("layers", "both"):
         sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=words.anchors or default_anchors(model, sparsity)))
     return NamedSparsity("attention", f"{keep:g}", REUSES[reuse], sparsity)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from experiments import sparse_quality
@@ -10,6 +12,9 @@ from experiments.experiment import ExperimentError, parse_config
 from experiments.record import ROW_KEYS
 from experiments.report import markdown
 from experiments.sparse_comparison import NATS_PER_TOKEN, decoding_speed, ratio
+from specjax import MoEConfig
+from specjax.checkpoints.store import abstract_checkpoint, save_checkpoint
+from tests.helpers import random_model
 
 BLOCKS = ("block_size=8", "dense_below=16")
 SMALL = (*BLOCKS, "prompts=2", "new_tokens=12", "num_speculative_tokens=2", "dtype=float32", "max_prompt_tokens=150")
@@ -58,6 +63,31 @@ def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, 
     assert ffn["keep_ratio"] == pytest.approx(16 / 24)  # a multiple of 8 channels
     assert ffn["kl"] > 0
     assert (ffn["metric"], ffn["score_dense"]) == ("exact_match", 0.0)
+
+
+@pytest.fixture
+def mixture_path(target_path, tmp_path):
+    """A tiny mixture of experts with the target's tokenizer."""
+    target = abstract_checkpoint(target_path)
+    moe = MoEConfig(num_experts=6, num_experts_per_token=4, intermediate_size=8)
+    config = dataclasses.replace(target.model.config, moe=moe)
+    _, params = random_model(config)
+    save_checkpoint(tmp_path / "mixture", config, params, {"source": "mixture", "quantisation": "none"}, target.tokenizer_path)
+    return tmp_path / "mixture"
+
+
+@pytest.mark.full
+def test_a_mixture_loses_experts_channels_of_experts_and_context_at_once(mixture_path, task_data):
+    settings = ("tasks=text", "attention=", "moe=1,3", "ffn=0.5", "hybrid=0+0.5+3", f"calibration_text={task_data / 'book.txt'}")
+    dense, channels, mild, harsh, hybrid = run_quality(mixture_path, task_data, *settings, "drafter=prompt_lookup")
+    assert [row["method"] for row in (dense, channels, mild, harsh, hybrid)] == ["dense", "ffn", "moe", "moe", "hybrid"]
+    # Medians: the largest skip that is allowed falls on half of the tokens.
+    assert 1 > mild["keep_ratio"] > 1 - 1 / 4
+    assert mild["keep_ratio"] > harsh["keep_ratio"] > 1 / 4
+    assert channels["keep_ratio"] == 0.5
+    assert hybrid["keep_ratio"] < 0.8
+    assert hybrid["flops_ratio"] < harsh["flops_ratio"] < mild["flops_ratio"] < 1
+    assert all(row["kl"] > 0 for row in (channels, mild, harsh, hybrid))
 
 
 def test_quality_refuses_what_it_cannot_compare(target_path, task_data):

@@ -29,14 +29,14 @@ def words(**changes) -> SparseWords:
 
 def test_attention_comes_with_each_reuse_and_controls_keep_as_much():
     found = named_settings(words(attention=(0.5, 0.1)), DENSE)
-    assert [(named.method, named.setting, named.reuse) for named in found[:3]] == [
+    assert [(named.method, named.setting, named.reuse) for named in found[:4]] == [
         ("attention", "0.5", "none"),
         ("attention", "0.5", "draft tokens"),
+        ("attention", "0.5", "layers"),
         ("attention", "0.5", "draft tokens and layers"),
     ]
-    each, first, layers = (named.sparsity for named in found[:3])
-    assert (each.attention.rows, first.attention.rows, layers.attention.rows) == ("each", "first", "first")
-    assert (first.reuse.anchors, layers.reuse.anchors) == (None, (0, 1, 2, 3))
+    assert [named.sparsity.attention.rows for named in found[:4]] == ["each", "first", "each", "first"]
+    assert [named.sparsity.reuse.anchors for named in found[:4]] == [None, None, (0, 1, 2, 3), (0, 1, 2, 3)]
     controls = [named for named in found if named.method in ("window", "random")]
     assert [(named.method, named.setting) for named in controls] == [
         (method, keep) for keep in ("0.5", "0.1") for method in ("window", "random")
@@ -44,7 +44,7 @@ def test_attention_comes_with_each_reuse_and_controls_keep_as_much():
     for named in controls:
         same = next(other.sparsity.attention for other in found if other.setting == named.setting and other.method == "attention")
         assert named.sparsity.attention.budget_tokens(400) == same.budget_tokens(400)
-    assert len({named.name for named in found}) == len(found) == 10
+    assert len({named.name for named in found}) == len(found) == 12
 
 
 def test_channels_of_a_dense_model_are_shared_and_those_of_experts_have_thresholds():
@@ -70,7 +70,7 @@ def test_experts_are_skipped_by_medians_and_hybrids_have_all_three():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(reuse=("all",)), "reuse must be some of none, tokens, layers, got all"),
+        (dict(reuse=("all",)), "reuse must be some of none, tokens, layers, both, got all"),
         (dict(controls=("oracle",)), "controls must be some of window, random, got oracle"),
         (dict(attention=(1.5,)), "keep must be from 0 to 1, got 1.5"),
         (dict(hybrid=("0.5+0.5",)), "got '0.5[+]0.5'"),
