@@ -7,9 +7,11 @@ A control keeps as many blocks of the cache as the attention that it stands besi
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
-from experiments.experiment import ExperimentError
+from experiments.experiment import ExperimentError, path_field
 from specjax import ModelConfig, Reuse, SparseAttention, SparsityConfig
 from specjax.verification.calibration import MLPSamples
 from specjax.verification.sparse_ffn import SparseFFN
@@ -36,7 +38,10 @@ class SparseWords:
         hybrid: Several at once: share of attention, share of channels and skipped experts, joined with `+`; `-` is dense. `0.25+0.6+-`.
         block_size: Tokens a block.
         dense_below: Contexts of up to so many tokens are read whole.
-        anchors: Layers that choose, where layers reuse; none given are the first three and every fourth.
+        anchors: Layers that choose, where layers reuse; none given are those of `calibration`, or else the first three and every fourth.
+        refresh_every: Every so many steps one is dense, and replaces what sparse ones wrote; 0 is never. Not of calibrated settings.
+        calibration: The JSON of the experiment `calibrate`, for anchors, for thresholds, and for `agreements`.
+        agreements: Settings out of it: the cheapest that agrees with dense passes as often as this.
     """
 
     attention: tuple[float, ...] = (0.5, 0.25, 0.1)
@@ -48,6 +53,9 @@ class SparseWords:
     block_size: int = 64
     dense_below: int = 2048
     anchors: tuple[int, ...] = ()
+    refresh_every: int = 0
+    calibration: str | None = path_field()
+    agreements: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in (("reuse", tuple(REUSES)), ("controls", CONTROLS)):
@@ -55,8 +63,13 @@ class SparseWords:
             if unknown:
                 raise ExperimentError(f"{name} must be some of {', '.join(known)}, got {', '.join(unknown)}")
 
+        if self.agreements and self.calibration is None:
+            raise ExperimentError("agreements are those of a calibration: give calibration=FILE")
+
     def needs_samples(self, model: ModelConfig) -> bool:
-        """Whether thresholds have to be found on texts."""
+        """Whether thresholds have to be found on texts: where they are read, and no calibration has them."""
+        if self.calibration is not None:
+            return False
         hybrids = [_parts(word) for word in self.hybrid]
         skips = bool(self.moe) or any(part[2] is not None for part in hybrids)
         return skips or (model.moe is not None and (bool(self.ffn) or any(part[1] is not None for part in hybrids)))
@@ -67,7 +80,7 @@ class NamedSparsity:
     """A sparse verification, and what rows say of it.
 
     Attributes:
-        method: attention, window, random, ffn, moe or hybrid.
+        method: attention, window, random, ffn, moe, hybrid or calibrated.
         setting: The word that it was made from.
         reuse: Of a choice of blocks; empty where there is none.
         sparsity: What it leaves out.
@@ -93,14 +106,20 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
         samples: What its networks do on texts; `None` where `words.needs_samples` is false.
 
     Raises:
-        ExperimentError: A share or number that does not fit the model.
+        ExperimentError: A share or number that does not fit the model, or a calibration that has not what is asked for.
     """
     try:
-        found = [_attention(words, model, keep, reuse) for keep in words.attention for reuse in words.reuse]
-        found += [_control(words, keep, control) for keep in words.attention for control in words.controls]
-        found += [NamedSparsity("ffn", f"{keep:g}", "", SparsityConfig(ffn=_ffn(model, keep, samples))) for keep in words.ffn]
-        found += [NamedSparsity("moe", f"{most}", "", SparsityConfig(moe=_moe(most, samples))) for most in words.moe]
-        found += [_hybrid(words, model, word, samples) for word in words.hybrid]
+        known = None if words.calibration is None else Calibration(words.calibration)
+        makes = _Maker(words, model, known or samples, known.anchors if known is not None and not words.anchors else words.anchors)
+        found = [makes.attention(keep, reuse) for keep in words.attention for reuse in words.reuse]
+        found += [makes.control(keep, control) for keep in words.attention for control in words.controls]
+        found += [NamedSparsity("ffn", f"{keep:g}", "", SparsityConfig(ffn=makes.channels(keep))) for keep in words.ffn]
+        found += [NamedSparsity("moe", f"{most}", "", SparsityConfig(moe=makes.experts(most))) for most in words.moe]
+        found += [makes.hybrid(word) for word in words.hybrid]
+        if words.refresh_every:
+            refreshed = [dataclasses.replace(named.sparsity, refresh_every=words.refresh_every) for named in found]
+            found = [dataclasses.replace(named, sparsity=sparsity) for named, sparsity in zip(found, refreshed, strict=True)]
+        found += [_calibrated(words, agreement) for agreement in words.agreements]
         for named in found:
             named.sparsity.check(model)
     except ValueError as error:
@@ -114,40 +133,92 @@ def default_anchors(model: ModelConfig, sparsity: SparsityConfig) -> tuple[int, 
     return layers[:3] + layers[3::4]
 
 
-def _blocks(words: SparseWords, keep: float, **changes: Any) -> SparseAttention:
-    return SparseAttention(block_size=words.block_size, keep=keep, dense_below=words.dense_below, **changes)
+class Calibration:
+    """Anchors and thresholds out of the JSON that the experiment `calibrate` wrote.
+
+    Args:
+        path: Where it is.
+
+    Attributes:
+        anchors: Layers that choose; empty if it looked for none.
+
+    Raises:
+        ExperimentError: No such file, or none of `calibrate`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            rows = {row["kind"]: row for row in json.loads(Path(path).expanduser().read_text(encoding="utf-8"))["rows"]}
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ExperimentError(f"calibration={path} is none: {error}") from None
+        self.anchors: tuple[int, ...] = tuple(rows.get("selection", {}).get("anchors", ()))
+        self._thresholds: dict[str, Any] = rows.get("thresholds", {})
+
+    def tau(self, keep: float) -> list[float]:
+        """A threshold a layer, for a share of channels that it was asked for."""
+        known = {float(share): values for share, values in self._thresholds.get("tau", {}).items()}
+        if keep not in known:
+            raise ExperimentError(
+                f"the calibration has thresholds for shares of channels {', '.join(map(str, known)) or 'none'}, not {keep}"
+            )
+        return known[keep]
+
+    def beta(self) -> list[list[float]]:
+        """The thresholds of experts, a layer."""
+        if self._thresholds.get("beta") is None:
+            raise ExperimentError("the calibration has no thresholds of experts")
+        return self._thresholds["beta"]
 
 
-def _attention(words: SparseWords, model: ModelConfig, keep: float, reuse: str) -> NamedSparsity:
-    sparsity = SparsityConfig(attention=_blocks(words, keep, rows="first" if reuse in ("tokens", "both") else "each"))
-    if reuse in ("layers", "both"):
-        sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=words.anchors or default_anchors(model, sparsity)))
-    return NamedSparsity("attention", f"{keep:g}", REUSES[reuse], sparsity)
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    words: SparseWords
+    model: ModelConfig
+    thresholds: MLPSamples | Calibration | None
+    anchors: tuple[int, ...]
+
+    def blocks(self, keep: float, **changes: Any) -> SparseAttention:
+        return SparseAttention(block_size=self.words.block_size, keep=keep, dense_below=self.words.dense_below, **changes)
+
+    def attention(self, keep: float, reuse: str) -> NamedSparsity:
+        sparsity = SparsityConfig(attention=self.blocks(keep, rows="first" if reuse in ("tokens", "both") else "each"))
+        if reuse in ("layers", "both"):
+            sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=self.anchors or default_anchors(self.model, sparsity)))
+        return NamedSparsity("attention", f"{keep:g}", REUSES[reuse], sparsity)
+
+    def control(self, keep: float, control: str) -> NamedSparsity:
+        return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=self.blocks(keep, score=control)))
+
+    def channels(self, keep: float) -> SparseFFN:
+        if self.model.moe is None:
+            return SparseFFN(keep=keep)
+        return SparseFFN(select="threshold", per="token", keep=keep, tau=tuple(map(float, self.known().tau(keep))))
+
+    def experts(self, most: int) -> SparseMoE:
+        return SparseMoE(max_skipped=most, beta=tuple(tuple(map(float, layer)) for layer in self.known().beta()))
+
+    def hybrid(self, word: str) -> NamedSparsity:
+        keep, channels, skipped = _parts(word)
+        sparsity = SparsityConfig(
+            attention=None if keep is None else self.blocks(keep),
+            ffn=None if channels is None else self.channels(channels),
+            moe=None if skipped is None else self.experts(int(skipped)),
+        )
+        return NamedSparsity("hybrid", word, "" if keep is None else REUSES["tokens"], sparsity)
+
+    def known(self) -> MLPSamples | Calibration:
+        if self.thresholds is None:
+            raise ExperimentError(
+                "thresholds of experts and of their channels are found on texts: give calibration_text=FILE or calibration=FILE"
+            )
+        return self.thresholds
 
 
-def _control(words: SparseWords, keep: float, control: str) -> NamedSparsity:
-    return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=_blocks(words, keep, score=control)))
-
-
-def _ffn(model: ModelConfig, keep: float, samples: MLPSamples | None) -> SparseFFN:
-    if model.moe is None:
-        return SparseFFN(keep=keep)
-    return SparseFFN(select="threshold", per="token", keep=keep, tau=tuple(map(float, _required(samples).tau(keep))))
-
-
-def _moe(most: int, samples: MLPSamples | None) -> SparseMoE:
-    beta = _required(samples).beta()
-    return SparseMoE(max_skipped=most, beta=tuple(tuple(map(float, layer)) for layer in beta))
-
-
-def _hybrid(words: SparseWords, model: ModelConfig, word: str, samples: MLPSamples | None) -> NamedSparsity:
-    keep, channels, skipped = _parts(word)
-    sparsity = SparsityConfig(
-        attention=None if keep is None else _blocks(words, keep),
-        ffn=None if channels is None else _ffn(model, channels, samples),
-        moe=None if skipped is None else _moe(int(skipped), samples),
-    )
-    return NamedSparsity("hybrid", word, "" if keep is None else REUSES["tokens"], sparsity)
+def _calibrated(words: SparseWords, agreement: float) -> NamedSparsity:
+    assert words.calibration is not None
+    sparsity = SparsityConfig.from_calibration(words.calibration, agreement=agreement)
+    reuse = "" if sparsity.attention is None else REUSES["tokens" if sparsity.reuse.anchors is None else "both"]
+    return NamedSparsity("calibrated", f"agreement {agreement:g}", reuse, sparsity)
 
 
 def _parts(word: str) -> list[float | None]:
@@ -159,9 +230,3 @@ def _parts(word: str) -> list[float | None]:
     if len(values) != 3 or (values[2] is not None and values[2] != int(values[2])):
         raise ExperimentError(f"hybrid must be three numbers or - joined with +, as in 0.25+0.6+- or 0.25+-+3, got {word!r}")
     return values
-
-
-def _required(samples: MLPSamples | None) -> MLPSamples:
-    if samples is None:
-        raise ExperimentError("thresholds of experts and of their channels are found on texts: give calibration_text=FILE")
-    return samples

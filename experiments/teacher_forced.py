@@ -3,8 +3,8 @@
 The text's beginning is taken in densely, as a prompt is; from there on both targets go over the same tokens, in passes of as many rows as a
 verification has, the sparse one over the keys and values that its own passes wrote.
 
-`specjax.agreement` says the same of texts of equal lengths, refreshes included. Here lengths are traced, so that the answers to many
-prompts run one program, and the text's own likelihood is measured too.
+`specjax.agreement` says the same of texts of equal lengths. Here lengths are traced, so that the answers to many prompts run one program,
+and the text's own likelihood is measured too.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def teacher_forced(
         raise ValueError(f"there is nothing to predict in {len(tokens)} tokens from token {start} + 1 on")
     chunk = min(_PREFILL_CHUNK, bucket(start))
     block = 1 if sparsity.attention is None else sparsity.attention.block_size
-    # Room for the last chunk and the last pass, which are written whole.
-    capacity = -(-(bucket(len(tokens)) + max(chunk, num_rows)) // block) * block
+    # Room for the last chunk, and for the last steps up to a refresh, which are written whole.
+    behind = max(chunk, num_rows * max(sparsity.refresh_every, 1))
+    capacity = -(-(bucket(len(tokens)) + behind) // block) * block
     padded = np.zeros((1, capacity), np.int32)
     padded[0, : len(tokens)] = tokens
     options = dict(target=target, sparsity=sparsity, num_rows=num_rows, chunk=chunk)
@@ -110,10 +111,10 @@ def _compare(
     # What chunks wrote beyond `start` is written again before anything sees it.
     cache = cache.with_length(start[None])
 
-    def step(carry):
+    def step(_, carry, *, dense_step=False):
         at, dense, sparse, sums = carry
-        ours = run(sparse, at, num_rows, sparsity=sparsity)
         theirs = run(dense, at, num_rows)
+        ours = theirs if dense_step else run(sparse, at, num_rows, sparsity=sparsity)
         q, p = log_probs(ours.hidden), log_probs(theirs.hidden)
         following = lax.dynamic_slice_in_dim(tokens, at + 1, num_rows, axis=1)[0]
         counted = at + 1 + jnp.arange(num_rows) < length
@@ -133,6 +134,12 @@ def _compare(
         )
         return at + num_rows, theirs.cache, ours.cache, sums + found
 
+    def up_to_refresh(carry):
+        every = sparsity.refresh_every
+        if not every:
+            return step(0, carry)
+        return step(0, lax.fori_loop(0, every - 1, step, carry), dense_step=True)
+
     none = ForcedSums(*(jnp.float32(0) for _ in dataclasses.fields(ForcedSums)))
-    carry = (start, cache, prepare_cache(cache, sparsity, target.config), none)
-    return lax.while_loop(lambda carry: carry[0] + 1 < length, step, carry)[-1]
+    cache = prepare_cache(cache, sparsity, target.config)
+    return lax.while_loop(lambda carry: carry[0] + 1 < length, up_to_refresh, (start, cache, cache, none))[-1]

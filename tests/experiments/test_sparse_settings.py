@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from experiments.experiment import ExperimentError
 from experiments.sparse_settings import SparseWords, named_settings
-from specjax import MoEConfig
+from specjax import MoEConfig, SparseAttention, SparsityConfig
 from specjax.verification.calibration import MLPSamples
 from specjax.verification.histogram import NUM_BINS
 from tests.helpers import tiny_config
@@ -76,7 +78,7 @@ def test_experts_are_skipped_by_medians_and_hybrids_have_all_three():
         (dict(hybrid=("0.5+0.5",)), "got '0.5[+]0.5'"),
         (dict(hybrid=("0.5+x+1",)), "got '0.5[+]x[+]1'"),
         (dict(attention=(0.5,), reuse=("layers",), anchors=(1, 2)), "must begin with the first sparse layer"),
-        (dict(moe=(2,)), "give calibration_text=FILE"),
+        (dict(moe=(2,)), "give calibration_text=FILE or calibration=FILE"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(changes, message):
@@ -87,3 +89,53 @@ def test_words_that_do_not_fit_are_refused(changes, message):
 def test_all_experts_may_not_be_skipped():
     with pytest.raises(ExperimentError, match="max_skipped"):
         named_settings(words(moe=(3,)), MIXTURE, samples_of(MIXTURE))
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    """What the experiment `calibrate` leaves, in short."""
+    setting = SparsityConfig(attention=SparseAttention(keep=0.2)).to_json()
+    measured = {"token_agreement": 0.97, "bytes_ratio": 0.9, "flops_ratio": 0.9}
+    rows = [
+        {"kind": "selection", "anchors": [0, 3]},
+        {"kind": "thresholds", "tau": {"0.5": [0.1, 0.2]}, "beta": [[0.1, 0.2], [0.3, 0.4]]},
+        {
+            "kind": "setting",
+            "setting": "mild",
+            "sparsity": setting.to_json(),
+            "token_agreement": 0.97,
+            "bytes_ratio": 0.9,
+            "flops_ratio": 0.9,
+        },
+    ]
+    path = tmp_path / "calibrate.json"
+    path.write_text(json.dumps({"rows": rows}))
+    return str(path)
+
+
+def test_a_calibration_brings_anchors_thresholds_and_settings(calibration):
+    layers, wished = named_settings(
+        words(attention=(0.5,), reuse=("both",), controls=(), calibration=calibration, agreements=(0.95,)), DENSE
+    )
+    assert layers.sparsity.reuse.anchors == (0, 3)
+    assert (wished.method, wished.setting, wished.sparsity.attention.keep) == ("calibrated", "agreement 0.95", 0.2)
+    experts, skipped = named_settings(words(ffn=(0.5,), moe=(1,), calibration=calibration), MIXTURE)
+    assert experts.sparsity.ffn.tau == (0.1, 0.2)
+    assert skipped.sparsity.moe.beta == ((0.1, 0.2), (0.3, 0.4))
+    assert not words(moe=(1,), calibration=calibration).needs_samples(MIXTURE)
+
+
+def test_what_a_calibration_has_not_is_refused(calibration, tmp_path):
+    with pytest.raises(ExperimentError, match="shares of channels 0.5, not 0.4"):
+        named_settings(words(ffn=(0.4,), calibration=calibration), MIXTURE)
+    with pytest.raises(ExperimentError, match="none of 1 settings agrees"):
+        named_settings(words(calibration=calibration, agreements=(0.99,)), DENSE)
+    with pytest.raises(ExperimentError, match="give calibration=FILE"):
+        words(agreements=(0.9,))
+    with pytest.raises(ExperimentError, match="is none"):
+        named_settings(words(calibration=str(tmp_path / "nothing.json")), DENSE)
+
+
+def test_refreshes_are_of_all_settings():
+    found = named_settings(words(attention=(0.5,), ffn=(0.5,), refresh_every=4), DENSE)
+    assert {named.sparsity.refresh_every for named in found} == {4}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def dense_log_probs(tokens: list[int]) -> np.ndarray:
     return numpy_log_softmax(np.asarray(model.apply({"params": params}, output.hidden, method="logits")))[0]
 
 
-@pytest.mark.parametrize(("start", "num_rows"), [(40, 3), (1, 4)])
+@pytest.mark.parametrize(("start", "num_rows"), [(40, 3), pytest.param(1, 4, marks=pytest.mark.full)])
 def test_with_everything_kept_both_are_the_dense_target(start, num_rows):
     sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=1.0))
     sums = teacher_forced(*tiny_target(), sparsity, TEXT, start=start, num_rows=num_rows)
@@ -44,6 +46,18 @@ def test_along_its_own_text_the_sparse_target_says_what_it_said_when_decoding():
     assert sums.kl > 0.01
     assert sums.agreed < 23
     assert sums.mean("kl") == pytest.approx(sums.kl / 23)
+
+
+def test_refreshes_bring_the_sparse_target_back_to_the_dense_one():
+    sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=0.0))
+    never, now_and_then, always = (
+        teacher_forced(*tiny_target(), dataclasses.replace(sparsity, refresh_every=every), TEXT[:60], start=40, num_rows=2)
+        for every in (0, 3, 1)
+    )
+    assert never.num_tokens == now_and_then.num_tokens == always.num_tokens == 19
+    assert (always.agreed, always.kl) == (19, 0)
+    assert 0 < now_and_then.kl < never.kl
+    np.testing.assert_allclose([now_and_then.nll_dense, always.nll_dense], never.nll_dense, atol=TOLERANCE * 19)
 
 
 def test_a_text_with_nothing_to_predict_is_refused():
