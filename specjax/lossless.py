@@ -19,7 +19,8 @@ class Lossless:
         adapt: Before each round choose the number of sparse steps, up to `max_steps`, that has committed fastest by the model, from what
             dense passes accepted so far; verify densely where none beats that. `False`: always `max_steps`.
         step_cost: Time of a sparse step over that of a dense one, as measured. `None`: from the bytes of weights and caches, which leaves
-            out drafting and the sparsity of anything but attention. Read by `adapt` and by the statistics.
+            out drafting, and the sparsity of anything but attention (where attention is dense `adapt` needs a number). Read by `adapt` and
+            by the statistics.
 
     Raises:
         ValueError: `max_steps` that is not a positive int, `adapt` that is not a bool, or a `step_cost` that is not positive.
