@@ -296,6 +296,7 @@ def test_what_would_not_be_lossless_is_refused_by_name() -> None:
         ("adapt", 1, "Lossless.adapt must be a bool, got 1"),
         ("step_cost", 0.0, "Lossless.step_cost must be None or a positive number, got 0.0"),
         ("step_cost", float("nan"), "Lossless.step_cost must be None or a positive number, got nan"),
+        ("check_cost", None, "Lossless.check_cost must be a positive number, got None"),
     ):
         with pytest.raises(ValueError, match=message):
             Lossless(**{field: value})
