@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specjax.config import GenerateConfig
+from specjax.sparsity import SparsityConfig
 
 # Capacities are rounded up to a multiple of this.
 _STEP = 64
@@ -51,19 +52,19 @@ def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start:
     Raises:
         ValueError: `cache_capacity` is too small.
     """
-    attention = config.sparsity.attention
-    block = 1 if attention is None else attention.block_size
     if config.cache_capacity is None:
         needed += present if start is None else 0
-        return _whole_blocks(present if present >= needed else -(-needed // _STEP) * _STEP, block)
+        return whole_blocks(present if present >= needed else -(-needed // _STEP) * _STEP, config.sparsity)
     if needed > max(config.cache_capacity, present):
         earlier = f" after {start} earlier tokens" if start else ""
         raise ValueError(
             f"GenerateConfig.cache_capacity = {config.cache_capacity} slots are too few: this call needs {needed}{earlier}, "
             "for its prompt, new tokens and one draft"
         )
-    return _whole_blocks(max(config.cache_capacity, present), block)
+    return whole_blocks(max(config.cache_capacity, present), config.sparsity)
 
 
-def _whole_blocks(slots: int, block_size: int) -> int:
-    return -(-slots // block_size) * block_size
+def whole_blocks(slots: int, sparsity: SparsityConfig) -> int:
+    """Slots, rounded up to what sparse attention needs."""
+    block = 1 if sparsity.attention is None else sparsity.attention.block_size
+    return -(-slots // block) * block

@@ -23,6 +23,7 @@ class LevelCounts:
         accepted: `[B]` int32, those that dense passes kept.
         examined: `[B]` int32, those up to the first that a dense pass rejected; what stands behind it is dropped unseen.
         step_costs: `[B]` float32, the time of a sparse step over that of a dense one, summed over dense passes.
+        check_cost: The time of a dense pass over that of a dense step. Static.
     """
 
     sparse_steps: jax.Array
@@ -32,12 +33,13 @@ class LevelCounts:
     accepted: jax.Array
     examined: jax.Array
     step_costs: jax.Array
+    check_cost: float = dataclasses.field(metadata={"static": True}, default=1.0)
 
     @classmethod
-    def zeros(cls, batch_size: int) -> LevelCounts:
+    def zeros(cls, batch_size: int, *, check_cost: float = 1.0) -> LevelCounts:
         """Nothing yet."""
         none = jnp.zeros((batch_size,), jnp.int32)
-        return cls(none, none, none, none, none, none, jnp.zeros((batch_size,), jnp.float32))
+        return cls(none, none, none, none, none, none, jnp.zeros((batch_size,), jnp.float32), check_cost=check_cost)
 
     def total(self) -> LevelCounts:
         """The sum over rows, as one row."""
@@ -45,6 +47,8 @@ class LevelCounts:
 
     def __add__(self, other: LevelCounts) -> LevelCounts:
         """Row by row."""
+        if self.check_cost != other.check_cost:
+            raise ValueError(f"LevelCounts of different settings do not add: check_cost {self.check_cost} and {other.check_cost}")
         return jax.tree.map(jnp.add, self, other)
 
     @property
@@ -69,7 +73,8 @@ class LevelCounts:
         rate, break_even, speedup = float(self.dense_acceptance_rate), None, None
         if counts["provisional"] > 0:
             tokens = counts["provisional"] / counts["sparse_steps"]
-            sizes = dict(num_steps=float(self.steps_per_dense_pass), tokens_per_step=tokens, step_cost=float(self.step_cost))
+            costs = dict(step_cost=float(self.step_cost), check_cost=self.check_cost)
+            sizes = dict(num_steps=float(self.steps_per_dense_pass), tokens_per_step=tokens, **costs)
             break_even = break_even_dense_acceptance(**sizes)
             speedup = two_level_speedup(acceptance=rate, **sizes)
         return {

@@ -19,26 +19,35 @@ class Lossless:
         adapt: Before each round choose the number of sparse steps, up to `max_steps`, that has committed fastest by the model, from what
             dense passes accepted so far; verify densely where none beats that. `False`: always `max_steps`.
         step_cost: Time of a sparse step over that of a dense one, as measured. `None`: from the bytes of weights and caches, which leaves
-            out drafting and the sparsity of anything but attention. Read by `adapt` and by the statistics.
+            out drafting, and the sparsity of anything but attention (where attention is dense `adapt` needs a number). Read by `adapt` and
+            by the statistics.
+        check_cost: Time of the checking pass over that of a dense step, as measured; like `step_cost` otherwise. It reads what a dense step
+            reads, but computes more rows.
 
     Raises:
-        ValueError: `max_steps` that is not a positive int, `adapt` that is not a bool, or a `step_cost` that is not positive.
+        ValueError: `max_steps` that is not a positive int, `adapt` that is not a bool, or a cost that is not positive.
     """
 
     max_steps: int = 8
     adapt: bool = True
     step_cost: float | None = None
+    check_cost: float = 1.0
 
     def __post_init__(self) -> None:
-        steps, cost = self.max_steps, self.step_cost
+        steps = self.max_steps
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"Lossless.max_steps must be a positive int, got {steps!r}")
         if not isinstance(self.adapt, bool):
             raise ValueError(f"Lossless.adapt must be a bool, got {self.adapt!r}")
-        is_number = isinstance(cost, int | float) and not isinstance(cost, bool)
-        if cost is not None and not (is_number and 0 < cost < float("inf")):
-            raise ValueError(f"Lossless.step_cost must be None or a positive number, got {cost!r}")
+        if self.step_cost is not None and not _is_positive(self.step_cost):
+            raise ValueError(f"Lossless.step_cost must be None or a positive number, got {self.step_cost!r}")
+        if not _is_positive(self.check_cost):
+            raise ValueError(f"Lossless.check_cost must be a positive number, got {self.check_cost!r}")
 
     def max_provisional(self, draft_length: int) -> int:
         """Most tokens that wait for a dense pass, with drafts of G = `draft_length` tokens."""
         return self.max_steps * (draft_length + 1)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

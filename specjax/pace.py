@@ -69,10 +69,10 @@ class Pace:
 
         Args:
             step_cost: Scalar, time of a sparse step over that of a dense one.
-            settings: How many are allowed.
+            settings: How many are allowed, and what a dense pass costs.
         """
         num_steps = jnp.arange(1, settings.max_steps + 1, dtype=jnp.float32)
         acceptance = jnp.minimum(self.acceptance, 1 - _LEAST_REJECTION)
         settled = expected_settled(acceptance, num_steps * self.tokens_per_step)
-        speedup = settled / (self.tokens_per_step * (num_steps * step_cost + 1))
+        speedup = settled / (self.tokens_per_step * (num_steps * step_cost + settings.check_cost))
         return jnp.where(speedup.max() > 1, jnp.argmax(speedup) + 1, 0).astype(jnp.int32)

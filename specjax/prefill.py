@@ -98,7 +98,7 @@ def prefill(
             num_speculative_tokens,
             synthetic=drafter is not None and config.verification.synthetic,
             **counts_of_nothing(target, target_params, config.sparsity, cache),
-            levels=None if lossless is None else LevelCounts.zeros(batch_size),
+            levels=None if lossless is None else LevelCounts.zeros(batch_size, check_cost=lossless.check_cost),
         ),
         pace=None if lossless is None else Pace.unknown(),
     )

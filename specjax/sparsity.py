@@ -6,7 +6,9 @@ Nothing is sparse by default. Attention, feed-forward networks and mixtures of e
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specjax.attention_sparsity import Reuse, SparseAttention
@@ -170,6 +172,44 @@ class SparsityConfig:
             if fields.get(name) is not None:
                 fields[name] = kind(**_known(kind, fields[name]))
         return cls(**fields)
+
+    @classmethod
+    def from_calibration(cls, path: str | Path, *, agreement: float = 0.99) -> SparsityConfig:
+        """The cheapest setting of a calibration that agrees with dense passes as often as is wished.
+
+        Example:
+            >>> sparsity = SparsityConfig.from_calibration("runs/calibrate.json", agreement=0.99)
+
+        Args:
+            path: The JSON that `python -m experiments.run calibrate` writes. Cheapest is the one whose step moves the fewest bytes.
+            agreement: Least share of positions at which sparse and dense passes take the same token for the most likely, on the
+                calibration's texts.
+
+        Raises:
+            ValueError: No such file, none of a calibration, or no setting that reaches the agreement.
+        """
+        rows = _calibrated(Path(path))
+        good = [row for row in rows if row["token_agreement"] >= agreement]
+        if not good:
+            best = max(rows, key=lambda row: row["token_agreement"])
+            raise ValueError(
+                f"{path}: none of {len(rows)} settings agrees with dense passes on a share of {agreement} of the tokens; "
+                f"the best, {best['setting']!r}, does on {best['token_agreement']:.4f}"
+            )
+        return cls.from_json(min(good, key=lambda row: (row["bytes_ratio"], row["flops_ratio"], -row["token_agreement"]))["sparsity"])
+
+
+def _calibrated(path: Path) -> list[dict[str, Any]]:
+    """The rows of a calibration's file that hold a setting and what it does."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no calibration: {error}") from None
+    wanted = {"setting", "sparsity", "token_agreement", "bytes_ratio", "flops_ratio"}
+    rows = record.get("rows") if isinstance(record, dict) else None
+    found = [row for row in rows if isinstance(row, dict) and wanted <= row.keys()] if isinstance(rows, list) else []
+    _require(bool(found), f"{path} is no calibration: it needs rows with {sorted(wanted)}")
+    return found
 
 
 def _known(kind: Any, values: Any) -> dict[str, Any]:

@@ -207,10 +207,10 @@ def _recorded(
     levels, active = _levels(state), settled.finish_reason == FinishReason.RUNNING
     examined = accepted + (accepted < num_provisional)
     sparse_steps = state.statistics.steps_per_row - levels.sparse_steps - levels.dense_steps
-    levels = LevelCounts(
+    levels = dataclasses.replace(
+        levels,
         sparse_steps=levels.sparse_steps + sparse_steps,
         dense_passes=levels.dense_passes + active,
-        dense_steps=levels.dense_steps,
         provisional=levels.provisional + num_provisional,
         accepted=levels.accepted + accepted,
         examined=levels.examined + examined,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import GenerateConfig, Lossless, Reuse, SparseAttention, SparsityConfig
+from specjax import GenerateConfig, Lossless, Reuse, SparseAttention, SparseFFN, SparseMoE, SparsityConfig
 from tests.helpers import tiny_config
 
 
@@ -60,6 +61,8 @@ BAD = [
     (Reuse, "anchors", [0], r"Reuse.anchors must be None or an increasing tuple of layers, got \[0\]"),
     (Reuse, "anchors", (), r"Reuse.anchors must be None or an increasing tuple of layers, got \(\)"),
     (SparsityConfig, "attention", 0.2, "SparsityConfig.attention must be None or a SparseAttention, got 0.2"),
+    (SparsityConfig, "ffn", 0.4, "SparsityConfig.ffn must be None or a SparseFFN, got 0.4"),
+    (SparsityConfig, "moe", SparseFFN(), "SparsityConfig.moe must be None or a SparseMoE, got SparseFFN"),
     (SparsityConfig, "reuse", (0,), r"SparsityConfig.reuse must be a Reuse, got \(0,\)"),
     (SparsityConfig, "reuse", Reuse(anchors=(0,)), "SparsityConfig.reuse needs SparsityConfig.attention"),
 ]
@@ -101,14 +104,25 @@ def test_rows_that_see_later_rows_are_named() -> None:
         assert SparsityConfig(attention=SparseAttention(rows=rows)).sees_later_rows is sees
         assert not SparsityConfig(attention=SparseAttention(rows=rows, score="window")).sees_later_rows
     assert not SparsityConfig().sees_later_rows
+    for ffn, sees in (
+        (SparseFFN(), True),
+        (SparseFFN(score="first"), False),
+        (SparseFFN(per="token"), False),
+        (SparseFFN(keep=1.0), False),
+    ):
+        assert SparsityConfig(ffn=ffn).sees_later_rows is sees
+    for moe, sees in ((SparseMoE(max_skipped=2), False), (SparseMoE(expert_budget=8), True)):
+        assert SparsityConfig(moe=moe).sees_later_rows is sees
 
 
 def test_settings_go_through_json_and_are_hashable() -> None:
     for sparsity in (
         SparsityConfig(),
         SparsityConfig(attention=SparseAttention(keep=0.3, score="bounds")),
-        SparsityConfig(attention=SparseAttention(rows="each"), reuse=Reuse(anchors=(0, 4))),
         SparsityConfig(attention=SparseAttention(), lossless=Lossless(max_steps=3, step_cost=0.5)),
+        SparsityConfig(attention=SparseAttention(rows="each"), reuse=Reuse(anchors=(0, 4)), refresh_every=8),
+        SparsityConfig(ffn=SparseFFN(select="threshold", tau=(0.1, 0.2)), moe=SparseMoE(max_skipped=1, beta=((0.1, 0.2), (0.0, 0.0)))),
+        SparsityConfig(ffn=SparseFFN(select="threshold", tau=0.1), moe=SparseMoE(max_skipped=2, beta=(0.1, 0.2), expert_budget=4)),
     ):
         back = SparsityConfig.from_json(json.loads(json.dumps(sparsity.to_json())))
         assert back == sparsity
@@ -124,3 +138,24 @@ def test_nothing_is_sparse_by_default() -> None:
     assert SparsityConfig().is_dense
     assert not SparsityConfig(attention=SparseAttention()).is_dense
     assert np.array_equal(SparseAttention().budget_tokens(np.arange(2049)), np.arange(2049))
+
+
+def test_a_calibration_yields_its_cheapest_setting_that_agrees_often_enough(tmp_path: Path) -> None:
+    settings = {keep: SparsityConfig(attention=SparseAttention(keep=keep)) for keep in (0.1, 0.2, 0.4)}
+    measured = {0.1: (0.90, 0.5, 0.7), 0.2: (0.97, 0.6, 0.7), 0.4: (0.98, 0.8, 0.9)}
+    keys = ("token_agreement", "bytes_ratio", "flops_ratio")
+    rows = [
+        {"setting": f"keep {keep}", "sparsity": setting.to_json()} | dict(zip(keys, measured[keep], strict=True))
+        for keep, setting in settings.items()
+    ]
+    path = tmp_path / "calibrate.json"
+    path.write_text(json.dumps({"rows": [{"kind": "something else"}, *rows]}))
+    for agreement, keep in ((0.9, 0.1), (0.91, 0.2), (0.975, 0.4)):
+        assert SparsityConfig.from_calibration(path, agreement=agreement) == settings[keep]
+    with pytest.raises(ValueError, match=r"none of 3 settings agrees .* share of 0.99 of the tokens; the best, 'keep 0.4', does on 0.9800"):
+        SparsityConfig.from_calibration(path)
+    path.write_text(json.dumps({"rows": []}))
+    with pytest.raises(ValueError, match=r"calibrate.json is no calibration: it needs rows with \['bytes_ratio'"):
+        SparsityConfig.from_calibration(path)
+    with pytest.raises(ValueError, match=r"nowhere.json is no calibration: .*No such file"):
+        SparsityConfig.from_calibration(tmp_path / "nowhere.json")

@@ -16,10 +16,13 @@ from specjax import (
     GenerateConfig,
     GenerateOutput,
     Lossless,
+    MoEConfig,
     PromptLookup,
     Reuse,
     SamplingParams,
     SparseAttention,
+    SparseFFN,
+    SparseMoE,
     SparsityConfig,
     TypicalAcceptance,
     generate,
@@ -32,8 +35,10 @@ from tests.helpers import (
     NUM_TOKENS,
     ReplayDrafter,
     greedy_text,
+    random_model,
     random_prompts,
     recorded,
+    tiny_config,
     tiny_draft_model,
     tiny_target,
 )
@@ -49,8 +54,9 @@ MILD = dict(block_size=4, keep=0.7, dense_below=0, score="bounds", rows="each")
 FIXED, ADAPTING = Lossless(max_steps=3, adapt=False), Lossless(max_steps=3, step_cost=0.3)
 
 
-def sparse(lossless: Lossless | None, reuse: Reuse | None = None, **changes: Any) -> SparsityConfig:
-    return SparsityConfig(attention=SparseAttention(**changes), lossless=lossless, reuse=Reuse() if reuse is None else reuse)
+def sparse(lossless: Lossless | None, **changes: Any) -> SparsityConfig:
+    others = {name: changes.pop(name) for name in ("reuse", "ffn") if name in changes}
+    return SparsityConfig(attention=SparseAttention(**changes), lossless=lossless, **others)
 
 
 def drafters(name: str, batch_size: int = 3) -> tuple[Any, Any]:
@@ -87,6 +93,7 @@ SETTINGS = [
     dict(HARSH, rows="mean", keep=0.3, head_blocks=1),
     dict(HARSH, dense_below=60),  # crossed on the way
     dict(HARSH, keep=0.5, reuse=Reuse(anchors=(0,))),
+    dict(MILD, ffn=SparseFFN(keep=0.5)),
 ]
 GRID = itertools.product(("none", "prompt lookup", "replay", "draft model", "EAGLE-3"), SETTINGS, (FIXED, ADAPTING))
 
@@ -120,6 +127,20 @@ def test_greedy_text_is_that_of_dense_decoding(
     assert (levels.accepted <= levels.examined).all()
     assert (levels.examined <= levels.provisional).all()
     assert (levels.sparse_steps <= lossless.max_steps * levels.dense_passes).all()
+
+
+@FULL
+@pytest.mark.parametrize("drafter_name", ["none", "replay"])
+def test_greedy_text_is_that_of_dense_decoding_with_few_experts_and_no_sparse_attention(drafter_name: str) -> None:
+    moe = MoEConfig(num_experts=6, num_experts_per_token=3, intermediate_size=24)
+    target, params = model = random_model(tiny_config(moe=moe), seed=5)
+    text = greedy_text(PROMPTS, model=model)
+    sparsity = SparsityConfig(moe=SparseMoE(experts_per_token=2), lossless=ADAPTING)
+    config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=3, sparsity=sparsity)
+    drafter = (None, None) if drafter_name == "none" else (ReplayDrafter(random_flips=True), recorded(text, LENGTHS))
+    output = speculative_generate(target, params, *drafter, PROMPTS, config=config)
+    np.testing.assert_array_equal(output.tokens, text)
+    assert output.statistics.levels.examined.sum() > output.statistics.levels.accepted.sum() > 0
 
 
 def test_an_eos_or_a_limit_anywhere_among_provisional_tokens_ends_a_row_where_dense_text_does() -> None:
@@ -267,12 +288,15 @@ def test_what_would_not_be_lossless_is_refused_by_name() -> None:
         SparsityConfig(attention=SparseAttention(), lossless=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lossless refreshes at each of its checks: refresh_every must be 0 with it, got 4"):
         SparsityConfig(attention=SparseAttention(), lossless=FIXED, refresh_every=4)
+    with pytest.raises(ValueError, match=r"Lossless.adapt needs a measured step_cost where attention is dense, got Lossless\(max_steps=8"):
+        SparsityConfig(ffn=SparseFFN(keep=0.5), lossless=Lossless())
     for field, value, message in (
         ("max_steps", 0, "Lossless.max_steps must be a positive int, got 0"),
         ("max_steps", True, "Lossless.max_steps must be a positive int, got True"),
         ("adapt", 1, "Lossless.adapt must be a bool, got 1"),
         ("step_cost", 0.0, "Lossless.step_cost must be None or a positive number, got 0.0"),
         ("step_cost", float("nan"), "Lossless.step_cost must be None or a positive number, got nan"),
+        ("check_cost", None, "Lossless.check_cost must be a positive number, got None"),
     ):
         with pytest.raises(ValueError, match=message):
             Lossless(**{field: value})

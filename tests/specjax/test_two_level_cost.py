@@ -73,11 +73,11 @@ def seen(acceptance: float, tokens_per_step: float) -> Pace:
 
 
 def test_the_pace_is_the_fastest_number_of_steps_and_none_where_dense_verification_is_faster() -> None:
-    settings = Lossless(max_steps=6)
+    settings = Lossless(max_steps=6, check_cost=1.2)
     for acceptance in (0.3, 0.9, 0.97, 0.995):
         for tokens in (1.0, 3.5):
             for cost in (0.1, 0.5, 0.9):
-                sizes = dict(acceptance=acceptance, tokens_per_step=tokens, step_cost=cost)
+                sizes = dict(acceptance=acceptance, tokens_per_step=tokens, step_cost=cost, check_cost=1.2)
                 speedups = [two_level_speedup(num_steps=n, **sizes) for n in range(1, 7)]
                 expected = int(np.argmax(speedups)) + 1 if max(speedups) > 1 else 0
                 assert int(seen(acceptance, tokens).best_num_steps(jnp.float32(cost), settings)) == expected
@@ -114,12 +114,12 @@ def test_the_cost_by_bytes_is_weights_and_what_attention_keeps() -> None:
 def test_the_summary_names_the_acceptance_and_the_break_even() -> None:
     numbers = dict(sparse_steps=8, dense_passes=2, dense_steps=1, provisional=24, accepted=18, examined=20)
     arrays = {name: jnp.array([value, 0]) for name, value in numbers.items()}
-    summary = LevelCounts(**arrays, step_costs=jnp.array([0.8, 0.0])).total().summary()
-    sizes = dict(num_steps=4.0, tokens_per_step=3.0, step_cost=0.4)
+    summary = LevelCounts(**arrays, step_costs=jnp.array([0.8, 0.0]), check_cost=1.3).total().summary()
+    sizes = dict(num_steps=4.0, tokens_per_step=3.0, step_cost=0.4, check_cost=1.3)
     assert summary["dense_acceptance_rate"] == pytest.approx(0.9)
     assert summary["break_even_dense_acceptance"] == pytest.approx(break_even_dense_acceptance(**sizes), rel=1e-6)
     assert summary["modelled_speedup"] == pytest.approx(two_level_speedup(acceptance=0.9, **sizes), rel=1e-6)
     nothing = LevelCounts.zeros(3).summary()
     assert nothing["break_even_dense_acceptance"] is None
     assert nothing["dense_acceptance_rate"] == 1.0
-    assert {field.name for field in dataclasses.fields(LevelCounts)} - set(summary) == {"examined", "step_costs"}
+    assert {field.name for field in dataclasses.fields(LevelCounts)} - set(summary) == {"examined", "step_costs", "check_cost"}

@@ -20,6 +20,7 @@ from specjax import (
     Lossless,
     SamplingParams,
     SparseAttention,
+    SparseFFN,
     SparsityConfig,
     speculative_generate,
 )
@@ -63,11 +64,12 @@ def emitted(
     setting: tuple[float, int, float],
     *,
     seed: int = 5,
-    attention: Any = LITTLE,
+    attention: SparseAttention | None = LITTLE,
+    ffn: SparseFFN | None = None,
     **changes: Any,
 ) -> GenerateOutput:
     drafter, drafter_params = drafters(drafter_name)
-    sparsity = SparsityConfig(attention=attention, lossless=lossless)
+    sparsity = SparsityConfig(attention=attention, ffn=ffn, lossless=lossless)
     options = dict(max_new_tokens=NUM_EMITTED, num_speculative_tokens=2, do_sample=True, sparsity=sparsity) | changes
     return speculative_generate(
         *small_target(),
@@ -129,6 +131,14 @@ def test_block_verification_of_drafts_leaves_the_law_as_it_is(drafter_name: str)
 def test_the_law_is_exact_whoever_chooses_blocks_without_looking_ahead(changes: dict) -> None:
     attention = dataclasses.replace(LITTLE, **changes)
     assert p_value(emitted(FIXED, "draft model", PLAIN, attention=attention), PLAIN) > MIN_P_VALUE
+
+
+@FULL
+@pytest.mark.parametrize("attention", [LITTLE, None], ids=["both", "networks alone"])
+def test_the_law_is_exact_with_sparse_networks_too(attention: SparseAttention | None) -> None:
+    ffn = SparseFFN(select="threshold", tau=0.3, per="token")
+    assert p_value(emitted(None, "draft model", PLAIN, attention=None, ffn=ffn), PLAIN) < MIN_P_VALUE
+    assert p_value(emitted(FIXED, "draft model", PLAIN, attention=attention, ffn=ffn), PLAIN) > MIN_P_VALUE
 
 
 @FULL
