@@ -143,30 +143,43 @@ def _case(config: Config, target: Model, settings: list[NamedSparsity], *, batch
             "keep_ratio": _keep_ratio(named, kept, target),
         }
         floor_ms = floor_bytes(named, kept, target, cache, context=context, rows=rows) / config.bandwidth_bytes_per_s * 1e3
-        yield common | _costs(config, times, named.name, rows=rows) | {"floor_ms": floor_ms}
+        yield common | costs(config, times, named.name, rows=rows) | {"floor_ms": floor_ms}
         for steps in checked:
             for acceptance in config.dense_acceptances:
-                yield common | _costs(config, times, named.name, rows=rows, steps=steps, acceptance=acceptance) | {"floor_ms": floor_ms}
+                yield common | costs(config, times, named.name, rows=rows, steps=steps, acceptance=acceptance) | {"floor_ms": floor_ms}
 
 
-def _costs(
+def costs(
     config: Config, times: dict[Any, float], name: str, *, rows: int, steps: int | None = None, acceptance: float | None = None
 ) -> dict[str, Any]:
-    """What a step and a token take, without checks or with one dense pass every so many steps."""
-    dense, sparse = times[None], times[name]
-    tokens = min(config.mean_acceptance_length, rows)
-    speedup = dense / sparse
-    if steps is not None:
-        assert acceptance is not None
-        costs = dict(step_cost=sparse / dense, check_cost=times[steps] / dense)
-        speedup = two_level_speedup(num_steps=steps, tokens_per_step=tokens, acceptance=acceptance, **costs)
+    """What a step and a token take, without checks or with one dense pass every so many steps.
+
+    Args:
+        config: Settings.
+        times: Milliseconds: of dense steps under `None`, of sparse ones by name, of checks by their number of steps.
+        name: Of the sparse steps.
+        rows: Rows of a step.
+        steps: Sparse steps before a check.
+        acceptance: The assumed chance of a token to pass it.
+
+    Returns:
+        Columns of a row; `None` for what is lost in noise, which a time that is not positive tells.
+    """
+    dense, sparse, check = times[None], times[name], 0.0 if steps is None else times[steps]
+    tokens, speedup = min(config.mean_acceptance_length, rows), None
+    if min(dense, sparse) > 0 and (steps is None or check > 0):
+        speedup = dense / sparse
+        if steps is not None:
+            assert acceptance is not None
+            ratios = dict(step_cost=sparse / dense, check_cost=check / dense)
+            speedup = two_level_speedup(num_steps=steps, tokens_per_step=tokens, acceptance=acceptance, **ratios)
     return {
         "steps_between_dense": steps,
         "assumed_dense_acceptance": acceptance,
         "ms_dense": dense,
         "ms_sparse": sparse,
         "ms_per_token_dense": dense / tokens,
-        "ms_per_token_sparse": dense / tokens / speedup,
+        "ms_per_token_sparse": None if speedup is None else dense / tokens / speedup,
         "speedup": speedup,
     }
 
@@ -239,6 +252,8 @@ def show(row: dict) -> str:
     checks = "no checks"
     if row["steps_between_dense"] is not None:
         checks = f"checked every {row['steps_between_dense']} steps, {row['assumed_dense_acceptance']:.2f} accepted"
+    if row["speedup"] is None:
+        return f"{text}{checks}: lost in noise, use longer loops or more repeats"
     return text + f"{checks}: {row['speedup']:.2f} x" + ("" if row["speedup"] > 1 else " (loses)")
 
 
@@ -256,13 +271,13 @@ def columns(row: dict) -> dict:
         "its floor, ms": row["floor_ms"],
         "steps before a dense pass": row["steps_between_dense"],
         "accepted by it (assumed)": row["assumed_dense_acceptance"],
-        "speed-up": f"{row['speedup']:.2f} ×",
+        "speed-up": None if row["speedup"] is None else f"{row['speedup']:.2f} ×",
     }
 
 
 def plot(rows: list[dict], axes: Any) -> None:
     """Speed-up against context, a line for each method and batch, without checks."""
-    lossy = [row for row in rows if row["steps_between_dense"] is None]
+    lossy = [row for row in rows if row["steps_between_dense"] is None and row["speedup"] is not None]
     lines: dict[tuple, list[dict]] = {}
     for row in lossy:
         lines.setdefault((row["method"], row["batch"], row["rows"]), []).append(row)

@@ -7,7 +7,6 @@ import pytest
 from experiments import sparse_latency
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import ROW_KEYS
-from specjax.two_level_cost import two_level_speedup
 
 BLOCKS = ("block_size=8", "dense_below=16")
 LATENCY = "model context batch rows method keep_ratio steps_between_dense assumed_dense_acceptance ms_dense ms_sparse ms_per_token_dense "
@@ -19,29 +18,28 @@ def run_latency(*settings):
     return list(sparse_latency.run(parse_config(sparse_latency.Config, (*words, "compile_threads=1", *settings))))
 
 
-def test_latency_rows_have_a_time_each_and_the_arithmetic_of_two_levels():
+def test_every_setting_has_a_row_without_checks_and_one_for_each_of_them():
     rows = run_latency("contexts=128", "attention=0.25", "reuse=tokens", "steps_between_dense=2", "dense_acceptances=0.9,1", "ffn=0.5")
     assert all(set(row) == {*LATENCY.split(), *ROW_KEYS} for row in rows)
-    assert [row["assumed_dense_acceptance"] for row in rows] == [None, 0.9, 1.0] * 2
-    lossy, checked, perfect = rows[:3]
+    assert [row["method"] for row in rows] == ["attention 0.25 (reuse: draft tokens)"] * 3 + ["ffn 0.5"] * 3
+    assert [(row["steps_between_dense"], row["assumed_dense_acceptance"]) for row in rows[:3]] == [(None, None), (2, 0.9), (2, 1.0)]
     # 128 tokens are 16 blocks; of 16 + 0.25 * 112 = 44 tokens 6 blocks are kept.
-    assert lossy["keep_ratio"] == 6 / 16
-    assert rows[3]["keep_ratio"] == 0.5
-    assert lossy["speedup"] == pytest.approx(lossy["ms_dense"] / lossy["ms_sparse"])
-    assert lossy["ms_per_token_dense"] == pytest.approx(lossy["ms_dense"] / 3)
-    assert checked["speedup"] < perfect["speedup"]
-    assert perfect["ms_per_token_sparse"] == pytest.approx(perfect["ms_per_token_dense"] / perfect["speedup"])
-    assert lossy["floor_ms"] > 0
-    # Solved for the cost of the dense pass, both rows name the same one.
-    costs = [_check_cost(row) for row in (checked, perfect)]
-    assert costs[0] == pytest.approx(costs[1])
+    assert [row["keep_ratio"] for row in rows] == [6 / 16] * 3 + [0.5] * 3
+    # Both of one process and one cache: what a pass must read falls by what it leaves out.
+    assert 0 < rows[0]["floor_ms"] != rows[3]["floor_ms"] > 0
     assert all(sparse_latency.columns(row) and sparse_latency.show(row) for row in rows)
 
 
-def _check_cost(row: dict) -> float:
-    sizes = dict(num_steps=2, tokens_per_step=3, acceptance=row["assumed_dense_acceptance"], step_cost=row["ms_sparse"] / row["ms_dense"])
-    one, two = (1 / two_level_speedup(**sizes, check_cost=cost) for cost in (1.0, 2.0))  # linear in the cost
-    return 1 + (1 / row["speedup"] - one) / (two - one)
+def test_a_step_costs_what_was_measured_and_checks_cost_what_the_arithmetic_says():
+    config, times = sparse_latency.Config(mean_acceptance_length=3.0), {None: 6.0, "half": 3.0, 4: 9.0, "lost": -0.1}
+    lossy = sparse_latency.costs(config, times, "half", rows=6)
+    assert (lossy["speedup"], lossy["ms_per_token_dense"], lossy["ms_per_token_sparse"]) == (2.0, 2.0, 1.0)
+    # All accepted: 4 steps and a check take 4 * 3 + 9 ms, and settle 4 * 3 + 1 tokens.
+    checked = sparse_latency.costs(config, times, "half", rows=6, steps=4, acceptance=1.0)
+    assert checked["ms_per_token_sparse"] == pytest.approx(21 / 13)
+    # A step of two rows commits two tokens at most.
+    assert sparse_latency.costs(config, times, "half", rows=2)["ms_per_token_sparse"] == 1.5
+    assert sparse_latency.costs(config, times, "lost", rows=6)["speedup"] is None
 
 
 def test_what_does_not_fit_the_device_or_the_window_is_named_and_left_out(capsys, monkeypatch):
