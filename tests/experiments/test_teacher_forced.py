@@ -48,6 +48,7 @@ def test_along_its_own_text_the_sparse_target_says_what_it_said_when_decoding():
     assert sums.mean("kl") == pytest.approx(sums.kl / 23)
 
 
+@pytest.mark.full
 def test_refreshes_bring_the_sparse_target_back_to_the_dense_one():
     sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=0.0))
     never, now_and_then, always = (
