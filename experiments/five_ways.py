@@ -1,4 +1,4 @@
-"""One workload in five ways: with and without a drafter, with dense and sparse passes, and with sparse passes that dense ones check.
+"""Which of five ways to decode is the fastest: with or without a drafter, over the whole cache or a part of it, checked densely or not?
 
 Command: python -m experiments.run five_ways target=TARGET drafter=DRAFTER data=FOLDERS --record
 Hardware: one H200
