@@ -54,7 +54,7 @@ class Config:
         keeps: Shares of the context beyond `dense_below` that sparse attention keeps; none leaves attention out.
         dense_below: Tokens that are kept anyway.
         score: How blocks compete.
-        theta: Similarity below which a layer chooses anew.
+        theta: Similarity below which a layer chooses anew, of the blocks that compete: those that are always kept do not count in it.
         ffn_keeps: Shares of channels; none leaves them out.
         skips: Most experts that a token may skip; read only of a mixture of experts.
         quantile: Of the experts' ratios, the threshold; 0.5 is the paper's median.
@@ -76,7 +76,7 @@ class Config:
     keeps: tuple[float, ...] = (0.1, 0.2, 0.4)
     dense_below: int = 1024
     score: str = "mean"
-    theta: float = 0.6
+    theta: float = 0.3
     ffn_keeps: tuple[float, ...] = (0.4, 0.6, 0.8)
     skips: tuple[int, ...] = (1, 2)
     quantile: float = 0.5
