@@ -52,8 +52,8 @@ def drafters(name: str) -> tuple[Any, Any]:
         return None, None
     if name == "point mass":
         return FixedDrafter(), {"tokens": jnp.array([1, 2])}
-    if name == "draft model":
-        model, params = small_target(1)
+    if name in ("draft model", "target"):
+        model, params = small_target(1 if name == "draft model" else 0)
         return DraftModel(model), params
     return {"EAGLE-3": eagle3, "Medusa": medusa, "Hydra": hydra}[name](*small_target())
 
@@ -92,9 +92,9 @@ CASES = [
     ("none", FIXED, PLAIN),
     ("draft model", ADAPTING, NUCLEUS),
     *(
-        pytest.param(*case, marks=FULL)
-        for case in itertools.product(
-            ("none", "point mass", "draft model", "EAGLE-3", "Medusa", "Hydra"), (FIXED, ADAPTING), (PLAIN, NUCLEUS, COLD)
+        pytest.param(name, (FIXED, ADAPTING)[index % 2], setting, marks=FULL)
+        for index, (setting, name) in enumerate(
+            itertools.product((PLAIN, NUCLEUS, COLD), ("none", "point mass", "draft model", "EAGLE-3", "Medusa", "Hydra", "target"))
         )
     ),
 ]
