@@ -24,7 +24,7 @@ import numpy as np
 from experiments.decoding import Decoded, Decoder
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import LoadedDrafter, Model, load_drafter, load_model
-from experiments.sparse_comparison import decoding_speed, keep_ratio, ratio
+from experiments.sparse_comparison import check_window, decoding_speed, keep_ratio, ratio
 from experiments.sparse_quality import speed_of
 from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, named_settings
 from experiments.tasks import TaskSource
@@ -117,6 +117,7 @@ def run(config: Config) -> Iterator[dict]:
     workload = Workload(
         config=config, target=target, drafter=load_drafter(config.drafter, target, **options), prompts=_prompts(config, target)
     )
+    check_window(target, workload.prompts, config.new_tokens)
     settings = named_settings(config, target.model.config)
     plain, prefill_seconds = None, 0.0
     for way in WAYS:

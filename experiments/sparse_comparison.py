@@ -18,7 +18,7 @@ from experiments.decoding import Decoded, Decoder
 from experiments.experiment import ExperimentError
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, NamedSparsity
-from experiments.tasks import Task
+from experiments.tasks import Example, Task
 from experiments.teacher_forced import ForcedSums, teacher_forced
 from specjax import GenerateConfig, SparsityConfig
 from specjax.capacity import bucket
@@ -102,7 +102,13 @@ class Comparison:
 
     @classmethod
     def build(cls, pair: Pair, task: Task, prompts: list[list[int]], tokenizer: Any) -> Comparison:
-        """Decodes plainly, and with dense verification."""
+        """Decodes plainly, and with dense verification.
+
+        Raises:
+            ExperimentError: A prompt and what follows it exceed the target's window.
+        """
+        continuations = [follows(example, tokenizer) for example in task.examples]
+        check_window(pair.target, prompts, max(pair.new_tokens, *map(len, continuations)))
         width = bucket(max(map(len, prompts)))
         decoder = pair.decoder(width)
         prefill_seconds = decoder.prefill_seconds(prompts, repeats=pair.repeats)
@@ -179,8 +185,7 @@ class Comparison:
         """The sparse target beside the dense one, along each example's text: what dense verification wrote, or what really follows."""
         sums = []
         for prompt, example, answer in zip(self.prompts, self.task.examples, self.dense.tokens, strict=True):
-            if example.continuation:
-                answer = self.tokenizer(example.continuation, add_special_tokens=False)["input_ids"]
+            answer = follows(example, self.tokenizer) or answer
             if len(answer) >= 2:  # the first comes out of the prefill, which is dense
                 options = dict(start=len(prompt), num_rows=self.pair.num_rows)
                 target = self.pair.target
@@ -188,6 +193,24 @@ class Comparison:
         if not sums:
             raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
         return sums
+
+
+def follows(example: Example, tokenizer: Any) -> list[int]:
+    """The tokens that really follow an example; none where an answer is wanted."""
+    return tokenizer(example.continuation, add_special_tokens=False)["input_ids"] if example.continuation else []
+
+
+def check_window(target: Model, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+    """Whether prompts and what follows them fit a target.
+
+    Raises:
+        ExperimentError: They do not.
+    """
+    window, longest = target.model.config.max_position_embeddings, max(map(len, prompts))
+    if longest + num_new > window:
+        raise ExperimentError(
+            f"a prompt of {longest} tokens and {num_new} that follow exceed the target's window of {window}: lower max_prompt_tokens"
+        )
 
 
 def score(task: Task, decoded: Decoded, tokenizer: Any) -> dict[str, list[float]]:
