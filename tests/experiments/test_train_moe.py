@@ -105,6 +105,6 @@ def test_what_does_not_fit_is_refused(target_path, tmp_path):
     with pytest.raises(ExperimentError, match="got 8 and 3"):
         config_of(target_path, data, tmp_path, "steps=1").__class__(batch=8, micro_batch=3, steps=1)
     with pytest.raises(ExperimentError, match="steps=NUMBER or max_seconds"):
-        config_of(target_path, data, tmp_path)
+        config_of(target_path, data, tmp_path, "max_seconds=none")
     with pytest.raises(ExperimentError, match="needs tokenizer="):
         list(train_moe.run(parse_config(train_moe.Config, ["steps=1"])))
