@@ -143,11 +143,11 @@ class PassCounts:
             reads: What attention read; `None` where it was dense.
         """
         sums = _sums(self)
-        channels = self._mean("channels", self.channels_computed, sums, 1.0)
+        channels = min(self._mean("channels", self.channels_computed, sums, 1.0), 1.0)  # sums of float32 may round up
         kept = Kept(
             keys=1.0 if reads is None else _keys(reads, self.model),
             channels=channels,
-            channels_read=max(channels, self._mean("channels", self.channels_read, sums, 1.0)),
+            channels_read=min(max(channels, self._mean("channels", self.channels_read, sums, 1.0)), 1.0),
             experts_per_token=self._mean("experts", self.experts_per_token, sums, None),
             distinct_experts=self._mean("experts", self.distinct_experts, sums, None, by="passes"),
         )

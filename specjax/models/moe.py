@@ -76,12 +76,13 @@ class MixtureOfExperts(nn.Module):
         if thins_out or (sparse is not None and sparse.moe is not None and not sparse.moe.exact(moe)):
             kept = None
             if thins_out and sparse is not None:
-                # The same products with a one for each channel kept, and the mean of them in the place of the down projection.
+                # The same products with a one for each channel kept, and the sum of them in the place of the down projection.
                 taken = (experts < moe.num_experts).astype(jnp.float32)
-                taken = taken / taken.sum(axis=-1, keepdims=True)
-                ones = jnp.full((moe.num_experts, ffn, 1), 1 / ffn, x.dtype)
+                ones = jnp.ones((moe.num_experts, ffn, 1), x.dtype)
                 options |= dict(activation=functools.partial(_is_above, cfg, sparse), gate_up_bias=biases.get("gate_up_bias"))
-                kept = expert_products(tokens, experts, taken, gate_up, ones, **options)[:, 0]
+                number = expert_products(tokens, experts, taken, gate_up, ones, **options)[:, 0].astype(jnp.float32)
+                # bfloat16 may have rounded the number up.
+                kept = jnp.minimum(number / (ffn * taken.sum(axis=-1)), 1.0)
             choice = ExpertChoice(experts=experts, weights=weights, may_skip=may_skip)
             work = expert_work(choice, moe.num_experts, (x.shape[0], x.shape[1]), counted, kept)
         return out.reshape(x.shape), work
