@@ -182,7 +182,7 @@ class Workload:
             "prompts": len(self.prompts),
             "new_tokens": self.config.new_tokens,
             "mean_acceptance_length": counts["mean_acceptance_length"],
-            "keep_ratio": 1.0 if named is None else keep_ratio(named.sparsity, counts),
+            "keep_ratio": keep_ratio(counts),
             "dense_acceptance_rate": counts["two_level"]["dense_acceptance_rate"] if "two_level" in counts else None,
             "steps_between_dense": _steps_between_dense(counts),
             "same_text": None if made_up else float(np.mean(same)),

@@ -111,8 +111,8 @@ class Comparison:
         check_window(pair.target, prompts, max(pair.new_tokens, *map(len, continuations)))
         width = bucket(max(map(len, prompts)))
         decoder = pair.decoder(width)
-        prefill_seconds = decoder.prefill_seconds(prompts, repeats=pair.repeats)
         dense = decoder(prompts, repeats=pair.repeats)
+        prefill_seconds = decoder.prefill_seconds(prompts, repeats=pair.repeats)  # behind it: the first calls of all are slower
         plain = dense if pair.drafter is None else pair.decoder(width, plain=True)(prompts, repeats=pair.repeats)
         return cls(
             pair=pair,
@@ -139,7 +139,7 @@ class Comparison:
         decoded = self.pair.decoder(self.width, named.sparsity)(self.prompts, repeats=self.pair.repeats)
         forced = self._forced(named.sparsity)
         sums = functools.reduce(operator.add, forced)
-        measured = {"token_agreement": sums.mean("agreed"), "kl": sums.mean("kl"), **kept_and_work(named, decoded)}
+        measured = {"token_agreement": sums.mean("agreed"), "kl": sums.mean("kl"), **kept_and_work(decoded)}
         if self.scores:
             ours = score(self.task, decoded, self.tokenizer)
             pairs = {metric: (self.scores[metric], values) for metric, values in ours.items()}
@@ -232,21 +232,18 @@ def ratio(speed: float | None, other: float | None) -> float | None:
     return None if speed is None or other is None else speed / other
 
 
-def keep_ratio(sparsity: SparsityConfig, summary: dict[str, Any]) -> float:
+def keep_ratio(summary: dict[str, Any]) -> float:
     """What sparse passes kept, as measured: of the cache where attention is sparse, else of experts or channels; 1 if there were none."""
-    for name in ("sparse_attention", "sparse_moe", "sparse_ffn"):
-        if name in summary:
-            return float(summary[name]["keep_ratio"])
-    # The channels of experts are not measured: the share that their thresholds were found for stands there.
-    return sparsity.ffn.keep if sparsity.ffn is not None and "step_work" in summary else 1.0
+    kept = (summary[name]["keep_ratio"] for name in ("sparse_attention", "sparse_moe", "sparse_ffn") if name in summary)
+    return float(next(kept, 1.0))
 
 
-def kept_and_work(named: NamedSparsity, decoded: Decoded) -> dict[str, float]:
+def kept_and_work(decoded: Decoded) -> dict[str, float]:
     """Measured shares of the mean verification pass over a dense one."""
     summary = decoded.statistics.summary()
     total = summary["step_work"]["total"]
     return {
-        "keep_ratio": keep_ratio(named.sparsity, summary),
+        "keep_ratio": keep_ratio(summary),
         "flops_ratio": total["flops"] / total["dense_flops"],
         "bytes_ratio": total["bytes"] / total["dense_bytes"],
     }

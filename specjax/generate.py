@@ -25,7 +25,7 @@ from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
-from specjax.two_level import Round
+from specjax.two_level import Cycle
 from specjax.verification.verify import verify
 from specjax.verification_pass import verification_pass
 
@@ -61,8 +61,9 @@ def speculative_generate(
     the vocabulary, temperature at least 0, top-k at least 0, top-p in (0, 1], and context plus new tokens within the window. Limits are
     clipped. With `continue_from`, give `cache_capacity`: without it the cache grows by a whole call each time, and each size compiles. It
     needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and
-    1 + P + `max_new_tokens` + G + 1; a row for which it is too small gets no tokens and `FinishReason.NO_CAPACITY`. A model whose rotary
-    frequencies depend on the length keeps those that the first call planned for.
+    1 + P + `max_new_tokens` + G + 1 (with lossless sparsity not G, but `config.max_unsettled(G)`); a row for which it is too small gets no
+    tokens and `FinishReason.NO_CAPACITY`. A model whose rotary frequencies depend on the length keeps those that the first call planned
+    for.
 
     Example:
         >>> config = GenerateConfig(max_new_tokens=128, num_speculative_tokens=5)
@@ -220,14 +221,14 @@ def decode_step(
 ) -> DecodeState:
     """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still.
 
-    With lossless sparsity it is a round: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
+    With lossless sparsity it is a cycle: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
     """
     models: dict[str, Any] = dict(
         target=target, drafter=drafter, target_params=target_params, drafter_params=drafter_params, request=request
     )
     step, sparsity = partial(_step, **models), config.sparsity
     if sparsity.lossless is not None:
-        return Round(config=config, step=step, **models)(state)
+        return Cycle(config=config, step=step, **models)(state)
     if not sparsity.refresh_every:
         return step(config, state)[0]
 

@@ -58,7 +58,7 @@ class LevelCounts:
 
     @property
     def steps_per_dense_pass(self) -> jax.Array:
-        """Sparse steps before each dense pass, the mean over rows and rounds."""
+        """Sparse steps before each dense pass, the mean over rows and cycles."""
         return self.sparse_steps.sum() / jnp.maximum(self.dense_passes.sum(), 1)
 
     @property

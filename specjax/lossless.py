@@ -16,7 +16,7 @@ class Lossless:
     Attributes:
         max_steps: Most sparse steps before a dense pass. It is over `max_steps * (G + 1) + 1` rows whatever the steps committed, the cache
             has room for them, and logits of so many rows are formed at once.
-        adapt: Before each round choose the number of sparse steps, up to `max_steps`, that has committed fastest by the model, from what
+        adapt: Before each cycle choose the number of sparse steps, up to `max_steps`, that has committed fastest by the model, from what
             dense passes accepted so far; verify densely where none beats that. `False`: always `max_steps`.
         step_cost: Time of a sparse step over that of a dense one, as measured. `None`: from the bytes of weights and caches, which leaves
             out drafting, and the sparsity of anything but attention (where attention is dense `adapt` needs a number). Read by `adapt` and

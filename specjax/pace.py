@@ -1,7 +1,7 @@
 """How many sparse steps to take before the next dense pass: a running estimate of what dense passes accept, and the model's best answer.
 
-The estimate sees settled tokens only, all rows of the batch together, and is formed before a round begins: so it cannot bias what the round
-emits. Evidence fades from round to round towards a hopeful prior, so that a batch which fell back to dense verification tries sparse steps
+The estimate sees settled tokens only, all rows of the batch together, and is formed before a cycle begins: so it cannot bias what the cycle
+emits. Evidence fades from cycle to cycle towards a hopeful prior, so that a batch which fell back to dense verification tries sparse steps
 again after a while, a few at first.
 """
 
@@ -17,7 +17,7 @@ from specjax.two_level_cost import expected_settled
 
 # What is taken for granted before anything was seen: this acceptance, with the weight of so many tokens.
 _PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.95, 2.0
-# What a round leaves of the evidence before it: about the last twenty count.
+# What a cycle leaves of the evidence before it: about the last twenty count.
 _MEMORY = 0.95
 # 1 - a of the formula in float32: below this the quotient is rounding.
 _LEAST_REJECTION = 1e-4
@@ -46,13 +46,9 @@ class Pace:
         return cls(*(jnp.float32(0) for _ in dataclasses.fields(cls)))
 
     def after(self, *, examined: jax.Array, accepted: jax.Array, tokens: jax.Array, steps: jax.Array) -> Pace:
-        """With what one more round showed; scalars."""
-        return Pace(
-            examined=_MEMORY * self.examined + examined,
-            accepted=_MEMORY * self.accepted + accepted,
-            tokens=_MEMORY * self.tokens + tokens,
-            steps=_MEMORY * self.steps + steps,
-        )
+        """With what one more cycle showed; scalars."""
+        new = Pace(examined=examined, accepted=accepted, tokens=tokens, steps=steps)
+        return jax.tree.map(lambda old, more: _MEMORY * old + more.astype(jnp.float32), self, new)
 
     @property
     def acceptance(self) -> jax.Array:

@@ -1,7 +1,7 @@
 """What the sparse passes of decoding kept and what that comes to: operations and bytes a step by component, sparse beside dense.
 
 Measured are the shares of channels and the experts, and, by `AttentionReads`, the keys; `specjax.verification.work` makes operations and
-bytes of their means. Channels that experts leave out are not measured, and count as kept.
+bytes of their means. Of experts whose channels are left out for each token by itself all channels count as read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PassCounts:
         experts_per_token: `[B,L]` float32.
         distinct_experts: `[B,L]` float32, the row's part of those that passes read.
         model: The target's shape. Static.
-        measured: For each layer what of it was measured: `"channels"`, `"experts"` or `None`. Static.
+        measured: For each layer what of it was measured: some of `"channels"` and `"experts"`. Static.
         weight_bytes: A weight's. Static.
         cache_bytes: A key's or value's number. Static.
     """
@@ -67,13 +67,13 @@ class PassCounts:
     experts_per_token: jax.Array
     distinct_experts: jax.Array
     model: ModelConfig = dataclasses.field(metadata={"static": True})
-    measured: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
+    measured: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
     weight_bytes: int = dataclasses.field(metadata={"static": True})
     cache_bytes: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def zeros(
-        cls, batch_size: int, *, model: ModelConfig, measured: tuple[str | None, ...], weight_bytes: int, cache_bytes: int
+        cls, batch_size: int, *, model: ModelConfig, measured: tuple[tuple[str, ...], ...], weight_bytes: int, cache_bytes: int
     ) -> PassCounts:
         """No pass yet."""
         row, layers = jnp.zeros((batch_size,), jnp.float32), jnp.zeros((batch_size, model.num_layers), jnp.float32)
@@ -103,8 +103,8 @@ class PassCounts:
         part = active / jnp.maximum(active.sum(), 1)
 
         def stack(kind: str, name: str, whole: jax.Array) -> jax.Array:
-            layers = [getattr(x, name) if kind == self.measured[i] and x is not None else whole for i, x in enumerate(work)]
-            return jnp.stack([jnp.broadcast_to(x, active.shape) for x in layers], axis=1)
+            layers = [getattr(x, name, None) if kind in self.measured[i] else None for i, x in enumerate(work)]
+            return jnp.stack([jnp.broadcast_to(whole if x is None else x, active.shape) for x in layers], axis=1)
 
         # A layer of which a pass keeps all (that of a refresh does) computes every channel, and takes the experts that the model does.
         one, moe = jnp.float32(1), self.model.moe
@@ -116,8 +116,8 @@ class PassCounts:
             passes=part,
             tokens=active * num_tokens,
             context=active * target_pass.context,
-            channels_computed=mask * stack("channels", "computed", one),
-            channels_read=mask * stack("channels", "read", one),
+            channels_computed=mask * stack("channels", "channels", one),
+            channels_read=mask * stack("channels", "channels_read", one),
             experts_per_token=mask * stack("experts", "experts_per_token", jnp.float32(taken)),
             distinct_experts=part[:, None] * stack("experts", "distinct_experts", jnp.float32(distinct)),
         )
@@ -143,11 +143,11 @@ class PassCounts:
             reads: What attention read; `None` where it was dense.
         """
         sums = _sums(self)
-        channels = self._mean("channels", self.channels_computed, sums, 1.0)
+        channels = min(self._mean("channels", self.channels_computed, sums, 1.0), 1.0)  # sums of float32 may round up
         kept = Kept(
             keys=1.0 if reads is None else _keys(reads, self.model),
             channels=channels,
-            channels_read=max(channels, self._mean("channels", self.channels_read, sums, 1.0)),
+            channels_read=min(max(channels, self._mean("channels", self.channels_read, sums, 1.0)), 1.0),
             experts_per_token=self._mean("experts", self.experts_per_token, sums, None),
             distinct_experts=self._mean("experts", self.distinct_experts, sums, None, by="passes"),
         )
@@ -173,13 +173,13 @@ class PassCounts:
             return {}
         sums = _sums(self)
         found: dict[str, Any] = {}
-        if "channels" in self.measured:
+        if self._layers("channels"):
             found["sparse_ffn"] = {
                 "keep_ratio": self._mean("channels", self.channels_computed, sums, 1.0),
                 "keep_ratio_per_layer": self._per_layer("channels", self.channels_computed, sums),
                 "read_ratio": self._mean("channels", self.channels_read, sums, 1.0),
             }
-        if "experts" in self.measured:
+        if self._layers("experts"):
             assert self.model.moe is not None
             each = self._mean("experts", self.experts_per_token, sums, 0.0)
             found["sparse_moe"] = {
@@ -191,16 +191,19 @@ class PassCounts:
         found["step_work"] = _side_by_side(self.step_work(reads), self.dense_step_work(num_tokens))
         return found
 
+    def _layers(self, kind: str) -> list[int]:
+        return [layer for layer, measured in enumerate(self.measured) if kind in measured]
+
     def _mean(self, kind: str, sums_bl: jax.Array, sums: _Sums, otherwise: Any, *, by: str = "rows") -> Any:
         """Over passes and the layers of a kind; `otherwise` where there is none."""
-        layers = [layer for layer, measured in enumerate(self.measured) if measured == kind]
+        layers = self._layers(kind)
         if not layers:
             return otherwise
         return float(sums_bl.sum(axis=0)[jnp.array(layers)].mean()) / (sums.passes if by == "passes" else sums.row_passes)
 
     def _per_layer(self, kind: str, sums_bl: jax.Array, sums: _Sums) -> list[float | None]:
         values = sums_bl.sum(axis=0) / sums.row_passes
-        return [float(value) if measured == kind else None for value, measured in zip(values, self.measured, strict=True)]
+        return [float(value) if kind in measured else None for value, measured in zip(values, self.measured, strict=True)]
 
     def _work(self, sums: _Sums, num_tokens: float, kept: Kept) -> PassWork:
         sizes = dict(weight_bytes=self.weight_bytes, cache_bytes=self.cache_bytes)

@@ -138,7 +138,7 @@ class Statistics:
     @property
     def steps_per_row(self) -> jax.Array:
         """`[B]` steps that each row took."""
-        return self.accepted_counts.sum(axis=1)
+        return self.accepted_counts.sum(axis=1, dtype=jnp.int32)
 
     @property
     def num_steps(self) -> jax.Array:

@@ -1,13 +1,13 @@
 """Two-level verification: sparse passes verify drafts, and now and then one dense pass verifies all that they committed. Lossless.
 
-A *round* is N sparse steps and one dense pass. Tokens that sparse steps commit are *provisional*; the dense pass *settles* them. To it they
+A *cycle* is N sparse steps and one dense pass. Tokens that sparse steps commit are *provisional*; the dense pass *settles* them. To it they
 are one long draft: each is a sample of the sparse target's distribution, which the LM head gives once more from the hidden state that the
 token came from. So the dense pass is a verification like any other, by rejection sampling against those distributions. It also replaces the
-approximate keys and values that sparse passes wrote, and the features that the drafter had of them. Between rounds everything is settled.
+approximate keys and values that sparse passes wrote, and the features that the drafter had of them. Between cycles everything is settled.
 
 Exact for sampling because (1) all provisional tokens are kept and judged by the sparse target's own distribution, neither the drafter's
 nor the residual; (2) that distribution depends on nothing drafted behind the token (`SparsityConfig.sees_later_rows` is refused, and the
-context alone decides how many tokens a drafter drafts); (3) when a round ends depends on what is committed, never on a draft; (4) every
+context alone decides how many tokens a drafter drafts); (3) when a cycle ends depends on what is committed, never on a draft; (4) every
 step and pass draws with new keys.
 """
 
@@ -44,7 +44,7 @@ Step = Callable[[GenerateConfig, DecodeState], tuple[DecodeState, jax.Array]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """What a round must be able to go back to.
+    """What a cycle must be able to go back to.
 
     Attributes:
         length: `[B]` int32, settled tokens of the context.
@@ -60,8 +60,8 @@ class Settled:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Round:
-    """A round over a state; or, where two levels would be slower, one step of dense verification.
+class Cycle:
+    """A cycle over a state; or, where two levels would be slower, one step of dense verification.
 
     Attributes:
         target: The target.
@@ -164,7 +164,7 @@ class Round:
             row_keys=next_keys,
         )
         state, num_settled = commit_tokens(state, checked, logits, self.request)
-        accepted = jnp.minimum(checked.verification.num_accepted, num_settled)  # none in rows that had ended
+        accepted = jnp.minimum(checked.verification.num_accepted, num_settled).astype(jnp.int32)  # none in rows that had ended
         state = _recorded(state, settled, num_provisional=num_provisional, accepted=accepted, step_cost=step_cost)
         if self.drafter is None:
             return state
@@ -203,7 +203,7 @@ def _at_most_once(condition: jax.Array, function: Callable[[DecodeState], Decode
 def _recorded(
     state: DecodeState, settled: Settled, *, num_provisional: jax.Array, accepted: jax.Array, step_cost: jax.Array
 ) -> DecodeState:
-    """With a round's counts."""
+    """With a cycle's counts."""
     levels, active = _levels(state), settled.finish_reason == FinishReason.RUNNING
     examined = accepted + (accepted < num_provisional)
     sparse_steps = state.statistics.steps_per_row - levels.sparse_steps - levels.dense_steps

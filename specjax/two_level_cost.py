@@ -1,7 +1,7 @@
 """What checking sparse steps with a dense pass is worth: the tokens that it accepts against the time that both take.
 
-A round is N sparse steps of tau tokens each, and one dense pass over these n = N tau tokens. Where each of them is accepted with the chance
-a, the round settles `1 + a + ... + a^n = (1 - a^(n + 1)) / (1 - a)` tokens, the recovered or bonus token included. In the time of one dense
+A cycle is N sparse steps of tau tokens each, and one dense pass over these n = N tau tokens. Where each of them is accepted with the chance
+a, the cycle settles `1 + a + ... + a^n = (1 - a^(n + 1)) / (1 - a)` tokens, the recovered or bonus token included. In the time of one dense
 step, which settles tau, a sparse step takes c and the dense pass d:
 
 ```

@@ -87,10 +87,8 @@ def counts_of_nothing(target: Transformer, target_params: Any, sparsity: Sparsit
     has_ffn = sparsity.ffn is not None and not sparsity.ffn.exact
     has_moe = sparsity.moe is not None and model.moe is not None and not sparsity.moe.exact(model.moe)
 
-    def measured(layer: int) -> str | None:
-        if model.has_experts(layer):
-            return "experts" if has_moe else None
-        return "channels" if has_ffn else None
+    def measured(layer: int) -> tuple[str, ...]:
+        return (*["channels"] * has_ffn, *["experts"] * (has_moe and model.has_experts(layer)))
 
     counts = PassCounts.zeros(
         cache.length.shape[0],

@@ -39,7 +39,7 @@ def expert_products(
         experts: `[M,C]` int32, the C experts that each row chose, each from 0 to E - 1; where `may_skip`, E is none at all.
         weights: `[M,C]` float32.
         gate_up: `[E,D,2,F]`.
-        down: `[E,F,D]`.
+        down: `[E,F,O]`; O is D but where something else is added up than the mixture.
         activation: Of the two inner halves `[..., F]`, gate and up; elementwise.
         gate_up_bias: `[E,2,F]` or `None`.
         down_bias: `[E,D]` or `None`.
@@ -51,16 +51,16 @@ def expert_products(
             `"reference"` and `"dense"` as much as on any other.
 
     Returns:
-        `[M,D]` in the dtype of `x`, added up in float32.
+        `[M,O]` in the dtype of `x`, added up in float32.
 
     Raises:
         ValueError: Shapes that disagree, or an unknown implementation.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"expert_products: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if gate_up.ndim != 4 or x.shape[1:] != gate_up.shape[1:2] or down.shape != (gate_up.shape[0], gate_up.shape[3], gate_up.shape[1]):
+    if gate_up.ndim != 4 or x.shape[1:] != gate_up.shape[1:2] or down.shape[:2] != (gate_up.shape[0], gate_up.shape[3]):
         raise ValueError(
-            f"expert_products: expected x [M,D], gate_up [E,D,2,F], down [E,F,D], got {x.shape}, {gate_up.shape}, {down.shape}"
+            f"expert_products: expected x [M,D], gate_up [E,D,2,F], down [E,F,O], got {x.shape}, {gate_up.shape}, {down.shape}"
         )
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
         raise ValueError(f"expert_products: experts {experts.shape} and weights {weights.shape} should be [M,C] with M = {x.shape[0]}")

@@ -59,4 +59,4 @@ def expert_products_dense(
         return products(x, weights_me)
     extra = -num_rows % _MAX_ROWS
     blocks = [jnp.pad(array, ((0, extra), (0, 0))).reshape(-1, _MAX_ROWS, array.shape[1]) for array in (x, weights_me)]
-    return lax.map(lambda block: products(*block), tuple(blocks)).reshape(-1, x.shape[1])[:num_rows]
+    return lax.map(lambda block: products(*block), tuple(blocks)).reshape(-1, down.shape[2])[:num_rows]

@@ -33,7 +33,7 @@ def expert_products_grouped(
     may_skip: bool,
 ) -> jax.Array:
     """See `specjax.kernels.expert_products.expert_products`."""
-    num_rows, width = x.shape
+    num_rows, width = x.shape[0], down.shape[2]
     num_choices, num_experts = experts.shape[1], gate_up.shape[0]
     num_pairs = num_rows * num_choices
     block = _block_size(num_pairs, num_experts)

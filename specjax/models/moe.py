@@ -7,6 +7,7 @@ Taking the k largest scores first and a softmax over those (GPT-OSS) is the same
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,7 +20,7 @@ from specjax.models.layers import PROJECTION_INIT, product
 from specjax.verification.histogram import NUM_BINS, histogram
 from specjax.verification.sparse_ffn import keep_channels
 from specjax.verification.sparse_mlp import SparseMLP
-from specjax.verification.sparse_moe import ExpertWork, choose_experts, expert_work
+from specjax.verification.sparse_moe import ExpertChoice, ExpertWork, choose_experts, expert_work
 
 # The collection in which router probabilities are captured.
 ROUTER = "router"
@@ -28,7 +29,7 @@ ROUTER = "router"
 class MixtureOfExperts(nn.Module):
     """In the place of the feed-forward network.
 
-    `[B,T,D]` → the same, and what a pass with sparse experts used (`None` of any other). Captured among the intermediates, where they are
+    `[B,T,D]` → the same, and what a sparse pass used (`None` of a dense one). Captured among the intermediates, where they are
     asked for: `gates`, a histogram of the chosen experts' activated gates, and `routing`, the weights `[B,T,k]` of the chosen ones; in the
     collection `ROUTER`, likewise: `probs` `[B T,E]`, for a training that keeps experts equally busy.
 
@@ -62,8 +63,8 @@ class MixtureOfExperts(nn.Module):
         else:
             choice = choose_experts(probs.reshape(*x.shape[:-1], -1), moe, sparse.moe, beta=sparse.beta, counted=counted)
             experts, weights, may_skip = choice.experts, choice.weights, choice.may_skip
-            work = expert_work(choice, moe.num_experts, (x.shape[0], x.shape[1]), counted)
-        biases: dict[str, jax.Array] = {}
+        thins_out = sparse is not None and sparse.ffn is not None and not sparse.ffn.exact  # leaves channels of experts out
+        biases: dict[str, Any] = {}
         if cfg.mlp_bias:
             biases["gate_up_bias"] = self.param("expert_gate_up_bias", nn.initializers.zeros, (moe.num_experts, 2, ffn), self.param_dtype)
             biases["down_bias"] = self.param("expert_down_bias", nn.initializers.zeros, (moe.num_experts, width), self.param_dtype)
@@ -72,17 +73,23 @@ class MixtureOfExperts(nn.Module):
             self.sow("intermediates", "routing", weights.reshape(*x.shape[:-1], -1))
             counts = jnp.ones(tokens.shape[:1], bool) if counted is None else counted.reshape(-1)
             self.sow("intermediates", "gates", _gates(cfg, tokens, experts, counts, gate_up, biases.get("gate_up_bias")))
+        down = self.param("expert_down", PROJECTION_INIT, (moe.num_experts, ffn, width), self.param_dtype)
+        options: dict[str, Any] = dict(implementation=self.implementation, may_skip=may_skip)
         out = expert_products(
-            tokens,
-            experts,
-            weights,
-            gate_up,
-            self.param("expert_down", PROJECTION_INIT, (moe.num_experts, ffn, width), self.param_dtype),
-            activation=functools.partial(_gated_above, cfg, sparse),
-            implementation=self.implementation,
-            may_skip=may_skip,
-            **biases,
+            tokens, experts, weights, gate_up, down, activation=functools.partial(_gated_above, cfg, sparse), **options, **biases
         )
+        if thins_out or (sparse is not None and sparse.moe is not None and not sparse.moe.exact(moe)):
+            kept = None
+            if thins_out and sparse is not None:
+                # The same products with a one for each channel kept, and the sum of them in the place of the down projection.
+                taken = (experts < moe.num_experts).astype(jnp.float32)
+                ones = jnp.ones((moe.num_experts, ffn, 1), x.dtype)
+                options |= dict(activation=functools.partial(_is_above, cfg, sparse), gate_up_bias=biases.get("gate_up_bias"))
+                number = expert_products(tokens, experts, taken, gate_up, ones, **options)[:, 0].astype(jnp.float32)
+                # bfloat16 may have rounded the number up.
+                kept = jnp.minimum(number / (ffn * taken.sum(axis=-1)), 1.0)
+            choice = ExpertChoice(experts=experts, weights=weights, may_skip=may_skip)
+            work = expert_work(choice, moe.num_experts, (x.shape[0], x.shape[1]), counted, kept)
         return out.reshape(x.shape), work
 
 
@@ -91,9 +98,18 @@ def _gated_above(config: ModelConfig, sparse: SparseMLP | None, gate: jax.Array,
     inner = gated(config, gate, up)
     if sparse is None or sparse.ffn is None or sparse.ffn.exact:
         return inner
+    return jnp.where(_above(config, sparse, gate), inner, 0)
+
+
+def _is_above(config: ModelConfig, sparse: SparseMLP, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """One where a channel is kept, and zero elsewhere."""
+    return _above(config, sparse, gate).astype(up.dtype)
+
+
+def _above(config: ModelConfig, sparse: SparseMLP, gate: jax.Array) -> jax.Array:
+    assert sparse.ffn is not None
     assert sparse.ffn.select == "threshold", sparse.ffn
-    sizes = jnp.abs(gate_activation(config, gate).astype(jnp.float32))
-    return jnp.where(keep_channels(sizes, sparse.ffn, sparse.tau), inner, 0)
+    return keep_channels(jnp.abs(gate_activation(config, gate).astype(jnp.float32)), sparse.ffn, sparse.tau)
 
 
 def _gates(

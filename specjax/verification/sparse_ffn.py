@@ -127,12 +127,12 @@ class FeedForwardWork:
     """What one layer's feed-forward network kept.
 
     Attributes:
-        computed: `[B]` float32, share of the F channels that a token keeps, mean over the row's T tokens that count.
-        read: `[B]` float32, share that any of those tokens keeps: what would have to be read for the row.
+        channels: `[B]` float32, share of the F channels that a token keeps, mean over the row's T tokens that count.
+        channels_read: `[B]` float32, share that any of those tokens keeps: what would have to be read for the row.
     """
 
-    computed: jax.Array
-    read: jax.Array
+    channels: jax.Array
+    channels_read: jax.Array
 
 
 def sparse_feed_forward(
@@ -276,8 +276,8 @@ def _work(kept: jax.Array, sparse: SparseFFN, counted: jax.Array | None, shape: 
     """Shares a row, of `[groups,F]`."""
     if sparse.per != "token":
         share = jnp.broadcast_to(kept.mean(axis=-1, dtype=jnp.float32), shape[:1])
-        return FeedForwardWork(computed=share, read=share)
+        return FeedForwardWork(channels=share, channels_read=share)
     counted = jnp.ones(shape, bool) if counted is None else counted
     kept = kept.reshape(*shape, -1) & counted[..., None]
     computed = kept.mean(axis=-1, dtype=jnp.float32).sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1)
-    return FeedForwardWork(computed=computed, read=kept.any(axis=1).mean(axis=-1, dtype=jnp.float32))
+    return FeedForwardWork(channels=computed, channels_read=kept.any(axis=1).mean(axis=-1, dtype=jnp.float32))

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class SparseMLP:
     """Lossy, unless `ffn` and `moe` are exact or `None`. `SparseMLP()` leaves nothing out, and measures nothing.
 
-    In a layer with experts, channels are left out of each expert, by a threshold for each token only; what that keeps is not measured (a
-    calibration's histogram tells).
+    In a layer with experts, channels are left out of each expert, by a threshold for each token only.
 
     Attributes:
         ffn: Channels. Static; its own `tau` is not read.

@@ -162,10 +162,12 @@ class ExpertWork:
     Attributes:
         distinct_experts: Scalar int32, experts that any of the pass's tokens took, those that do not count included: what had to be read.
         experts_per_token: `[B]` float32, mean over the row's tokens that count.
+        channels: `[B]` float32, share of the channels of its experts that a token computes, the same mean; `None` where it computes all.
     """
 
     distinct_experts: jax.Array
     experts_per_token: jax.Array
+    channels: jax.Array | None = None
 
 
 def choose_experts(
@@ -228,7 +230,13 @@ def skip_ratios(weights: jax.Array, max_skipped: int, *, ratio: str = "share") -
     return lightest[..., :max_skipped] / weights.sum(axis=-1, keepdims=True)
 
 
-def expert_work(choice: ExpertChoice, num_experts: int, shape: tuple[int, int], counted: jax.Array | None = None) -> ExpertWork:
+def expert_work(
+    choice: ExpertChoice,
+    num_experts: int,
+    shape: tuple[int, int],
+    counted: jax.Array | None = None,
+    channels: jax.Array | None = None,
+) -> ExpertWork:
     """What a choice comes to.
 
     Args:
@@ -236,12 +244,20 @@ def expert_work(choice: ExpertChoice, num_experts: int, shape: tuple[int, int], 
         num_experts: E.
         shape: B and T.
         counted: `[B,T]` bool or `None`.
+        channels: `[M]`, the share of their channels that each token's experts compute together; `None` is all.
     """
     used = jnp.zeros((num_experts,), bool).at[choice.experts.reshape(-1)].set(True)  # E is out of bounds, and dropped
     number = (choice.experts < num_experts).sum(axis=-1, dtype=jnp.int32).reshape(shape)
     counted = jnp.ones(shape, bool) if counted is None else counted
-    mean = jnp.where(counted, number, 0).sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1)
-    return ExpertWork(distinct_experts=used.sum(dtype=jnp.int32), experts_per_token=mean.astype(jnp.float32))
+
+    def mean(values: jax.Array) -> jax.Array:
+        return (jnp.where(counted, values.reshape(shape), 0).sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1)).astype(jnp.float32)
+
+    return ExpertWork(
+        distinct_experts=used.sum(dtype=jnp.int32),
+        experts_per_token=mean(number),
+        channels=None if channels is None else mean(channels),
+    )
 
 
 def _within_budget(probs: jax.Array, sparse: SparseMoE, counted: jax.Array | None) -> jax.Array:

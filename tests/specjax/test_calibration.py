@@ -55,7 +55,7 @@ def test_the_thresholds_keep_the_share_of_channels_that_was_asked_for() -> None:
     def computed(tokens: jax.Array, tau: float) -> jax.Array:
         sparsity = SparsityConfig(ffn=SparseFFN(select="threshold", per="token", tau=(tau, 0.0)))
         cache = model.init_cache(batch_size=3, capacity=8)
-        return model.apply({"params": params}, tokens, cache, sparsity=sparsity).mlp_work[0].computed
+        return model.apply({"params": params}, tokens, cache, sparsity=sparsity).mlp_work[0].channels
 
     for keep in (1.0, 0.7, 0.4, 0.05):
         tau = samples.tau(keep)

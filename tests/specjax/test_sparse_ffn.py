@@ -85,8 +85,8 @@ def test_channels_below_the_threshold_take_no_part(changes: dict) -> None:
     assert 0.2 < kept.mean() < 0.8
     out, work = run(config, mlp, x, SparseMLP(ffn=TOKENS, tau=jnp.float32(tau)))
     np.testing.assert_allclose(out, finish(mlp, inner, kept), atol=FLOAT32_TOLERANCE)
-    np.testing.assert_allclose(work.computed, kept.mean(axis=(1, 2)), atol=FLOAT32_TOLERANCE)
-    np.testing.assert_allclose(work.read, kept.any(axis=1).mean(axis=1), atol=FLOAT32_TOLERANCE)
+    np.testing.assert_allclose(work.channels, kept.mean(axis=(1, 2)), atol=FLOAT32_TOLERANCE)
+    np.testing.assert_allclose(work.channels_read, kept.any(axis=1).mean(axis=1), atol=FLOAT32_TOLERANCE)
 
 
 @pytest.mark.parametrize("per", ["token", "rows", "batch"])
@@ -96,7 +96,7 @@ def test_a_threshold_of_zero_is_the_dense_network(per: str) -> None:
     out, work = run(config, mlp, inputs(), SparseMLP(ffn=SparseFFN(select="threshold", per=per), tau=jnp.float32(0)))
     np.testing.assert_allclose(out, dense, atol=FLOAT32_TOLERANCE)  # another program: products may be fused with other sums
     assert nothing is None
-    assert np.asarray(work.read).tolist() == [1.0, 1.0]
+    assert np.asarray(work.channels_read).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("implementation", ["masked", "gathered"])
@@ -121,9 +121,9 @@ def test_the_channels_of_the_largest_scores_are_kept(per: str, score: str, imple
     for params in (mlp, split_gate_up({"layer_0": {"mlp": mlp}})["layer_0"]["mlp"]):
         out, work = run(config, params, x, SparseMLP(ffn=sparse, counted=jnp.asarray(counted)))
         np.testing.assert_allclose(out, finish(mlp, inner, kept), atol=FLOAT32_TOLERANCE)
-        np.testing.assert_allclose(work.computed, [16 / 48] * 2, atol=FLOAT32_TOLERANCE)  # 12 channels, rounded up to 16
+        np.testing.assert_allclose(work.channels, [16 / 48] * 2, atol=FLOAT32_TOLERANCE)  # 12 channels, rounded up to 16
         union = (kept & counted[..., None]).any(axis=1).mean(axis=1)
-        np.testing.assert_allclose(work.read, union, atol=FLOAT32_TOLERANCE)
+        np.testing.assert_allclose(work.channels_read, union, atol=FLOAT32_TOLERANCE)
 
 
 def test_a_gathered_network_of_one_row_equals_the_masked_one_in_both_layouts() -> None:
@@ -196,8 +196,8 @@ def test_an_exact_setting_is_the_dense_program_and_a_layers_threshold_is_its_own
 
     assert hidden.lower(params, SparseFFN(keep=1.0)).as_text() == hidden.lower(params, None).as_text()
     out, work = hidden(params, dataclasses.replace(TOKENS, tau=(0.0, 0.3)))
-    assert float(work[0].computed.mean()) == 1.0
-    assert 0.0 < float(work[1].computed.mean()) < 0.9
+    assert float(work[0].channels.mean()) == 1.0
+    assert 0.0 < float(work[1].channels.mean()) < 0.9
     assert np.isfinite(out).all()
     assert jax.eval_shape(lambda: hidden(params, None))[1] == (None, None)
 
@@ -216,8 +216,11 @@ def test_channels_of_experts_are_left_out_below_the_threshold(full_grid: bool) -
     config, mlp = network(moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16))
 
     @functools.partial(jax.jit, static_argnums=1)
-    def mixture(sparse: SparseMLP | None, implementation: str = "reference") -> jax.Array:
-        return MixtureOfExperts(config, jnp.float32, implementation).apply({"params": mlp}, inputs(), sparse)[0]
+    def run_mixture(sparse: SparseMLP | None, implementation: str = "reference") -> Any:
+        return MixtureOfExperts(config, jnp.float32, implementation).apply({"params": mlp}, inputs(), sparse)
+
+    def mixture(*arguments: Any) -> jax.Array:
+        return run_mixture(*arguments)[0]
 
     def above(tau: float) -> SparseMLP:
         return SparseMLP(ffn=TOKENS, tau=jnp.float32(tau))
@@ -227,7 +230,7 @@ def test_channels_of_experts_are_left_out_below_the_threshold(full_grid: bool) -
     for implementation in ("grouped", "dense") if full_grid else ("grouped",):
         np.testing.assert_allclose(mixture(above(0.2), implementation), some, atol=FLOAT32_TOLERANCE)
     assert (none == 0).all()
-    expected = np.zeros(some.shape)
+    expected, kept = np.zeros(some.shape), np.zeros(some.shape[:2])
     for place in np.ndindex(some.shape[:2]):
         x = np.asarray(inputs())[place]
         probs = np.exp(x @ np.asarray(mlp["router"]))
@@ -236,8 +239,14 @@ def test_channels_of_experts_are_left_out_below_the_threshold(full_grid: bool) -
             gate, up = np.einsum("d,dcf->cf", x, np.asarray(mlp["expert_gate_up"][expert]))
             activated = gate / (1 + np.exp(-gate))
             inner = np.where(np.abs(activated) >= 0.2, activated * up, 0)
+            kept[place] += (np.abs(activated) >= 0.2).mean() / 2
             expected[place] += probs[expert] / probs[best].sum() * (inner @ np.asarray(mlp["expert_down"][expert]))
     np.testing.assert_allclose(some, expected, atol=FLOAT32_TOLERANCE)
+    for implementation in ("grouped", "dense"):
+        work = run_mixture(above(0.2), implementation)[1]
+        np.testing.assert_allclose(work.channels, kept.mean(axis=1), atol=FLOAT32_TOLERANCE)
+        assert work.experts_per_token.tolist() == [2.0, 2.0]
+    assert run_mixture(None)[1] is None
 
 
 def test_a_threshold_of_another_value_runs_the_same_program() -> None:

@@ -98,8 +98,20 @@ def test_experts_that_are_skipped_are_counted() -> None:
     assert moe["experts_per_token_per_layer"] == [2.0, None]  # every share is below 1, so one of three is always skipped
     assert moe["keep_ratio"] == pytest.approx(2 / 3, rel=1e-6)
     assert 2.0 <= moe["distinct_experts_per_pass"] <= 6.0
+    assert "sparse_ffn" not in summary
     experts = summary["step_work"]["experts"]
     assert experts["flops"] == pytest.approx(experts["dense_flops"] * 2 / 3, rel=1e-6)
+
+
+@pytest.mark.full
+def test_channels_of_experts_are_counted_too() -> None:
+    tau = SparseFFN(select="threshold", per="token", tau=0.2)
+    summary = run("experts", SparsityConfig(ffn=tau, moe=SparseMoE(max_skipped=1, beta=(1.0,))), drafter=False).statistics.summary()
+    kept = summary["sparse_ffn"]["keep_ratio"]
+    assert all(0 < layer < 1 for layer in summary["sparse_ffn"]["keep_ratio_per_layer"])
+    experts = summary["step_work"]["experts"]
+    assert experts["flops"] == pytest.approx(experts["dense_flops"] * 2 / 3 * (1 + 2 * kept) / 3, rel=1e-5)
+    assert experts["bytes"] > experts["dense_bytes"] * 2 / 3 * (1 + 2 * kept) / 3  # each token's channels are its own
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -265,14 +266,14 @@ def test_where_hardly_anything_is_accepted_dense_steps_take_over_and_sparse_ones
     prompts = [[token % 64 for token in range(row, row + 40)] for row in range(3)]
     target, params = tiny_target()
     config = GenerateConfig(max_new_tokens=192, num_speculative_tokens=1, sparsity=sparse(ADAPTING, **HARSH))
-    rounds, kinds = list(stream_generate(target, params, PromptLookup(), None, prompts, config=config)), []
-    levels = rounds[-1].output.statistics.levels
-    kinds = [int(levels.dense_passes.max()), int(levels.dense_steps.max())]
-    assert kinds[0] < kinds[1], "with a few in a hundred tokens accepted most steps are dense"
-    # The first rounds find out; the evidence fades within some fifty steps, and more rounds follow.
-    assert kinds[0] > 6
+    output = speculative_generate(target, params, PromptLookup(), None, prompts, config=config)
+    levels = output.statistics.levels
+    num_cycles, num_dense = int(levels.dense_passes.max()), int(levels.dense_steps.max())
+    assert num_cycles < num_dense, "with a few in a hundred tokens accepted most steps are dense"
+    # The first cycles find out; the evidence fades within some fifty steps, and more cycles follow.
+    assert num_cycles > 6
     dense = generate(target, params, prompts, config=GenerateConfig(max_new_tokens=192))
-    np.testing.assert_array_equal(rounds[-1].output.tokens, dense.tokens)
+    np.testing.assert_array_equal(output.tokens, dense.tokens)
 
 
 def test_what_would_not_be_lossless_is_refused_by_name() -> None:
@@ -310,6 +311,38 @@ def test_sampling_at_temperature_zero_is_greedy(drafter_name: str) -> None:
     arguments = dict(config=config, sampling=SamplingParams(0.0), rng=jax.random.key(0))
     output = speculative_generate(target, params, *drafters(drafter_name), PROMPTS, **arguments)
     np.testing.assert_array_equal(output.tokens, greedy_text(PROMPTS))
+
+
+@FULL
+def test_64_bit_mode_changes_no_token() -> None:
+    with jax.enable_x64(True):
+        output = run(sparse(ADAPTING, **HARSH), "prompt lookup", 2)
+        np.testing.assert_array_equal(output.tokens, greedy_text(PROMPTS))
+
+
+@FULL
+def test_a_traced_continuation_ends_the_rows_without_room_for_provisional_tokens_and_goes_on_with_the_others() -> None:
+    # Contexts of 25 and 28 tokens: continuing takes 24 + 23 and 27 + 23 slots, with one step of 4 + 1 tokens.
+    target, params = tiny_target()
+    config = GenerateConfig(
+        max_new_tokens=16, num_speculative_tokens=4, sparsity=sparse(Lossless(max_steps=1, adapt=False), **HARSH), cache_capacity=48
+    )
+    prompts = random_prompts((9, 12))
+    first = speculative_generate(target, params, PromptLookup(), None, prompts, config=GenerateConfig(max_new_tokens=16)).continuation
+    context = dataclasses.replace(first.context, tokens=first.context.tokens[:, :48])
+    keys, values = (tuple(x[:, :, :48] for x in arrays) for arrays in (first.target_cache.keys, first.target_cache.values))
+    first = dataclasses.replace(first, context=context, target_cache=dataclasses.replace(first.target_cache, keys=keys, values=values))
+    empty, lengths = jnp.zeros((2, 1), jnp.int32), jnp.zeros((2,), jnp.int32)
+
+    @jax.jit
+    def go_on(continuation: Any) -> GenerateOutput:
+        arguments = dict(config=config, prompt_lengths=lengths, continue_from=continuation)
+        return speculative_generate(target, params, PromptLookup(), None, empty, **arguments)
+
+    second = go_on(first)
+    assert second.finish_reason.tolist() == [FinishReason.LENGTH, FinishReason.NO_CAPACITY]
+    assert second.lengths.tolist() == [16, 0]
+    np.testing.assert_array_equal(second.tokens[0], greedy_text(prompts, 32)[0, 16:])
 
 
 @FULL

@@ -19,7 +19,7 @@ from tests.helpers import random_model, tiny_config
 
 
 def simulated_speedup(num_steps: int, tokens: int, acceptance: float, step_cost: float, check_cost: float) -> float:
-    """Rounds of a coin a token, against dense steps."""
+    """Cycles of a coin a token, against dense steps."""
     coins = np.random.default_rng(0).random((200_000, num_steps * tokens)) < acceptance
     settled = 1 + np.cumprod(coins, axis=1).sum(axis=1)
     return settled.mean() / (num_steps * step_cost + check_cost) / tokens
@@ -30,7 +30,7 @@ def simulated_speedup(num_steps: int, tokens: int, acceptance: float, step_cost:
 def test_the_speed_up_is_that_of_simulated_rounds(num_steps: int, tokens: int, acceptance: float) -> None:
     sizes = dict(acceptance=acceptance, step_cost=0.4, check_cost=1.1)
     got = two_level_speedup(num_steps=num_steps, tokens_per_step=tokens, **sizes)
-    # A round settles up to nine tokens, so that its mean over 200,000 is known to a hundredth at four standard errors.
+    # A cycle settles up to nine tokens, so that its mean over 200,000 is known to a hundredth at four standard errors.
     assert got == pytest.approx(simulated_speedup(num_steps, tokens, acceptance, 0.4, 1.1), abs=0.01)
 
 
