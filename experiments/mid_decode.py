@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,14 +13,19 @@ import numpy as np
 from experiments.experiment import ExperimentError
 from experiments.presets import random_array
 from experiments.timing import Loop
-from specjax import GenerateConfig, SamplingParams, Transformer
+from specjax import GenerateConfig, SamplingParams, SparsityConfig, Transformer
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.eagle3_drafter import Eagle3State
 from specjax.generate import decode_step, prepare_call
+from specjax.models.kv_cache import KVCache
+from specjax.models.sparse_attention import prepare_cache
 from specjax.requests import row_keys
 from specjax.sampling import split_row_keys
 from specjax.state import Commit, Context, DecodeState, Draft, FinishReason
 from specjax.statistics import Statistics
+from specjax.verification_pass import counts_of_nothing
+
+_DENSE = SparsityConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Middle:
         num_speculative_tokens: G; 0 decodes plainly.
         margin: Slots beyond `context`, for steps that commit more than one token.
         do_sample: Tokens are sampled, at temperature 1.
+        block_size: The capacity is a multiple of this, too: blocks of the cache that sparse attention chooses from.
     """
 
     batch: int
@@ -41,6 +48,7 @@ class Middle:
     num_speculative_tokens: int
     margin: int = 0
     do_sample: bool = False
+    block_size: int = 64
 
     def __post_init__(self) -> None:
         if self.start < 2:
@@ -54,12 +62,17 @@ class Middle:
     @property
     def capacity(self) -> int:
         """Slots a row."""
-        return -(-(self.context + self.margin) // 64) * 64
+        step = math.lcm(64, self.block_size)
+        return -(-(self.context + self.margin) // step) * step
 
     def context_tokens(self, rng: jax.Array, vocab_size: int) -> Context:
         """Random tokens, as many as there are slots."""
         tokens = jax.random.randint(rng, (self.batch, self.capacity), 0, vocab_size, jnp.int32)
         return Context(tokens=tokens, length=jnp.full((self.batch,), self.start + 1, jnp.int32))
+
+    def target_cache(self, target: Transformer, rng: jax.Array) -> KVCache:
+        """A cache of random keys and values, which loops of one batch and capacity may share."""
+        return _randomised(target.init_cache(batch_size=self.batch, capacity=self.capacity), rng)
 
     def drafter_state(self, drafter: Drafter, params: Any, context: Context, rng: jax.Array) -> Any:
         """The state of a drafter that has seen `context`, random."""
@@ -69,8 +82,26 @@ class Middle:
         return drafter.commit(params, state, Commit(context=context, num_committed=jnp.ones_like(context.length), features=None))
 
 
-def decoding_loop(target: Transformer, target_params: Any, drafter: Drafter | None, drafter_params: Any, middle: Middle) -> Loop:
+def decoding_loop(
+    target: Transformer,
+    target_params: Any,
+    drafter: Drafter | None,
+    drafter_params: Any,
+    middle: Middle,
+    *,
+    sparsity: SparsityConfig = _DENSE,
+    cache: KVCache | None = None,
+) -> Loop:
     """The library's own step: drafting, verification, commit.
+
+    Args:
+        target: The target.
+        target_params: Its params.
+        drafter: `None` decodes plainly.
+        drafter_params: Its params.
+        middle: Where.
+        sparsity: What verification leaves out.
+        cache: From `middle.target_cache`, where several loops shall share one; its keys' summaries are made here.
 
     Raises:
         ExperimentError: The context is too short for the loop.
@@ -80,6 +111,7 @@ def decoding_loop(target: Transformer, target_params: Any, drafter: Drafter | No
         max_new_tokens=middle.capacity - middle.start - num_drafted - 1,
         num_speculative_tokens=max(num_drafted, 1),
         do_sample=middle.do_sample,
+        sparsity=sparsity,
         cache_capacity=middle.capacity + 128,  # room for the check's rounding; the cache below has `capacity`
     )
     prompt = np.zeros((middle.batch, 1), np.int32)
@@ -89,7 +121,7 @@ def decoding_loop(target: Transformer, target_params: Any, drafter: Drafter | No
 
     token_rng, cache_rng, drafter_rng = jax.random.split(jax.random.key(1), 3)
     context = middle.context_tokens(token_rng, target.config.vocab_size)
-    cache = _randomised(target.init_cache(batch_size=middle.batch, capacity=middle.capacity), cache_rng)
+    cache = prepare_cache(middle.target_cache(target, cache_rng) if cache is None else cache, sparsity, target.config)
     state = DecodeState(
         context=context,
         num_generated=jnp.zeros((middle.batch,), jnp.int32),
@@ -98,7 +130,7 @@ def decoding_loop(target: Transformer, target_params: Any, drafter: Drafter | No
         drafter_state=None if drafter is None else middle.drafter_state(drafter, drafter_params, context, drafter_rng),
         row_keys=row_keys(request.rng, middle.batch),
         log_probs=jnp.zeros((middle.batch, 0), jnp.float32),
-        statistics=Statistics.zeros(middle.batch, num_drafted),
+        statistics=Statistics.zeros(middle.batch, num_drafted, **counts_of_nothing(target, target_params, sparsity, cache)),
     )
 
     def step(params, state):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specjax.config import GenerateConfig
+from specjax.sparsity import SparsityConfig
 
 # Capacities are rounded up to a multiple of this.
 _STEP = 64
@@ -22,27 +23,28 @@ def bucket(size: int, smallest: int = 16) -> int:
     return power
 
 
-def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: int, chunk_size: int) -> int:
+def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: int, chunk_size: int, refresh_rows: int = 0) -> int:
     """Cache slots that a call writes in a row, at most.
 
     Args:
         start: Slots that an earlier call filled.
         num_columns: Width of the tokens that the prefill takes in.
         num_new: Most new tokens.
-        draft_length: G.
+        draft_length: G, or as many tokens as may wait for a dense pass (`GenerateConfig.max_unsettled`).
         chunk_size: The prefill's; its last chunk is written whole.
+        refresh_rows: Rows of a refreshing step (`SparsityConfig.refresh_rows`).
     """
     chunk_size = min(chunk_size, num_columns)
     padded = -(-num_columns // chunk_size) * chunk_size
     # + 1: the pending token stands before the draft.
-    return start + max(padded, num_columns + num_new + draft_length + 1)
+    return max(start + max(padded, num_columns + num_new + draft_length + 1), refresh_rows)
 
 
 def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start: int | None) -> int:
-    """How many slots to allocate.
+    """How many slots to allocate: whole blocks where attention is sparse.
 
     Args:
-        config: Its `cache_capacity`, if given, is taken.
+        config: Its `cache_capacity`, if given, is taken, rounded up to whole blocks.
         needed: Slots that the call needs; a lower bound where `start` is traced.
         present: Slots of the cache that an earlier call left; 0 without one.
         start: Slots that it filled; `None` if that is traced, and so may be anything up to `present`.
@@ -52,11 +54,17 @@ def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start:
     """
     if config.cache_capacity is None:
         needed += present if start is None else 0
-        return present if present >= needed else -(-needed // _STEP) * _STEP
+        return whole_blocks(present if present >= needed else -(-needed // _STEP) * _STEP, config.sparsity)
     if needed > max(config.cache_capacity, present):
         earlier = f" after {start} earlier tokens" if start else ""
         raise ValueError(
             f"GenerateConfig.cache_capacity = {config.cache_capacity} slots are too few: this call needs {needed}{earlier}, "
             "for its prompt, new tokens and one draft"
         )
-    return max(config.cache_capacity, present)
+    return whole_blocks(max(config.cache_capacity, present), config.sparsity)
+
+
+def whole_blocks(slots: int, sparsity: SparsityConfig) -> int:
+    """Slots, rounded up to what sparse attention needs."""
+    block = 1 if sparsity.attention is None else sparsity.attention.block_size
+    return -(-slots // block) * block

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specjax.sparsity import SparsityConfig
 from specjax.verification.rejection_sampling import RejectionSampling
 from specjax.verification.rule import VerificationRule
 
@@ -259,9 +260,11 @@ class GenerateConfig:
             `dynamic` and `longrope` rotary embeddings it is also the length that the frequencies are chosen for, and so changes the text.
         cache_sharding: A `jax.sharding.NamedSharding` for the `[B,K,S,H]` cache arrays; `None` leaves placement to XLA.
         pad_token_id: Fills the output beyond a row's length.
+        sparsity: What the target's passes leave out after the prefill. Nothing by default; lossy otherwise, unless its `lossless` is set.
 
     Raises:
-        ValueError: A negative `max_new_tokens`, `num_speculative_tokens` below 1, a non-positive chunk or capacity.
+        ValueError: A negative `max_new_tokens`, `num_speculative_tokens` below 1, a non-positive chunk or capacity; with lossless sparsity
+            a lossy rule, or, where tokens are sampled, a selection that sees later draft rows.
     """
 
     max_new_tokens: int
@@ -273,6 +276,7 @@ class GenerateConfig:
     cache_capacity: int | None = None
     cache_sharding: Any = None
     pad_token_id: int = 0
+    sparsity: SparsityConfig = SparsityConfig()
 
     def __post_init__(self) -> None:
         value = self.max_new_tokens
@@ -287,3 +291,13 @@ class GenerateConfig:
             isinstance(self.pad_token_id, int) and self.pad_token_id >= 0,
             f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
         )
+        self.sparsity.check_lossless(self.verification, do_sample=self.do_sample)
+
+    def max_unsettled(self, draft_length: int) -> int:
+        """Most tokens behind the pending one that a pass of the target may be over: a draft, or all that waits for a dense check.
+
+        Args:
+            draft_length: G, 0 for plain decoding.
+        """
+        lossless = self.sparsity.lossless
+        return draft_length if lossless is None else lossless.max_provisional(draft_length)

@@ -21,10 +21,13 @@ from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
+from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
+from specjax.two_level import Cycle
 from specjax.verification.verify import verify
+from specjax.verification_pass import verification_pass
 
 
 def speculative_generate(
@@ -43,19 +46,24 @@ def speculative_generate(
     rng: jax.Array | None = None,
     continue_from: Continuation | None = None,
 ) -> GenerateOutput:
-    """Generates with a drafter. Lossless under the default verification rule.
+    """Generates with a drafter. Lossless under the default verification rule, with dense passes (the default).
 
     Greedy (`do_sample=False`): the tokens equal `generate`'s, one for one in float32. In bfloat16 a pass over G + 1 rows rounds differently
     from a pass over one, so where two tokens are nearly tied the two may part; the `NoDraft` drafter decodes plainly with the very same
     passes, and its output is equal. Sampled: every token follows the target's distribution after temperature, top-k and top-p.
+
+    `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
+    depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.summary()` says what was kept.
+    With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.lossless`.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
     the vocabulary, temperature at least 0, top-k at least 0, top-p in (0, 1], and context plus new tokens within the window. Limits are
     clipped. With `continue_from`, give `cache_capacity`: without it the cache grows by a whole call each time, and each size compiles. It
     needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and
-    1 + P + `max_new_tokens` + G + 1; a row for which it is too small gets no tokens and `FinishReason.NO_CAPACITY`. A model whose rotary
-    frequencies depend on the length keeps those that the first call planned for.
+    1 + P + `max_new_tokens` + G + 1 (with lossless sparsity not G, but `config.max_unsettled(G)`); a row for which it is too small gets no
+    tokens and `FinishReason.NO_CAPACITY`. A model whose rotary frequencies depend on the length keeps those that the first call planned
+    for.
 
     Example:
         >>> config = GenerateConfig(max_new_tokens=128, num_speculative_tokens=5)
@@ -85,7 +93,8 @@ def speculative_generate(
     Raises:
         ValueError: Empty prompt, prompt and limit beyond the model's window, token or EOS ids outside the vocabulary, a negative or too
             large limit, temperature negative or NaN, top-p outside (0, 1], negative top-k, a missing key, too small a `cache_capacity`, a
-            drafter that does not fit (its vocabulary is another, its window too short), or a continuation of other models.
+            drafter that does not fit (its vocabulary is another, its window too short), a continuation of other models, or
+            sparsity that does not fit the target.
         TypeError: `rng` is not a key.
 
     Reference: arXiv:2211.17192, arXiv:2302.01318.
@@ -140,6 +149,7 @@ def prepare_call(
     if drafter is None:
         # Not used; another value must not compile another program.
         config = dataclasses.replace(config, num_speculative_tokens=1, verification=GenerateConfig.verification)
+    config.sparsity.check(target.config)
     request, static = prepare(target.config, prompt_tokens, draft_length=draft_length, config=config, **arguments)
     continue_from = arguments.get("continue_from")
     if drafter is not None:
@@ -163,8 +173,10 @@ def _check_continuation(target: Transformer, drafter: Drafter | None, drafter_pa
     wanted = {"target_cache": jax.eval_shape(lambda: target.init_cache(**sizes))}
     if drafter is not None:
         wanted["drafter_state"] = jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))
+    given_cache = dataclasses.replace(continue_from.target_cache, summaries=None)  # made anew where a sparse call needs others
     for name, expected in wanted.items():
-        given = jax.tree.map(lambda x: (x.shape, x.dtype), getattr(continue_from, name))
+        given = given_cache if name == "target_cache" else continue_from.drafter_state
+        given = jax.tree.map(lambda x: (x.shape, x.dtype), given)
         expected = jax.tree.map(lambda x: (x.shape, x.dtype), expected)
         if given != expected:
             raise ValueError(
@@ -207,7 +219,37 @@ def decode_step(
     request: Request,
     state: DecodeState,
 ) -> DecodeState:
-    """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still."""
+    """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still.
+
+    With lossless sparsity it is a cycle: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
+    """
+    models: dict[str, Any] = dict(
+        target=target, drafter=drafter, target_params=target_params, drafter_params=drafter_params, request=request
+    )
+    step, sparsity = partial(_step, **models), config.sparsity
+    if sparsity.lossless is not None:
+        return Cycle(config=config, step=step, **models)(state)
+    if not sparsity.refresh_every:
+        return step(config, state)[0]
+
+    def refreshing(state: DecodeState, *, refresh: bool) -> DecodeState:
+        return step(config, state, refresh=refresh)[0]
+
+    return take_step(refreshing, state, refresh_every=sparsity.refresh_every)
+
+
+def _step(
+    config: GenerateConfig,
+    state: DecodeState,
+    *,
+    target: Transformer,
+    drafter: Drafter | None,
+    target_params: Any,
+    drafter_params: Any,
+    request: Request,
+    refresh: bool = False,
+) -> tuple[DecodeState, jax.Array]:
+    """The state after one step, and the hidden states `[B,G+1,D]` whose logits verified it."""
     next_keys, draft_keys, verify_keys = split_row_keys(state.row_keys, 3)
     sampling = request.sampling.broadcast(state.num_generated.shape[0])
 
@@ -224,25 +266,25 @@ def decode_step(
             row_keys=draft_keys,
         )
 
-    pending = jnp.take_along_axis(state.context.tokens, state.context.length[:, None] - 1, axis=1)
-    verified_tokens = jnp.concatenate([pending, draft.tokens], axis=1)
-    output = target.apply({"params": target_params}, verified_tokens, state.target_cache, feature_layers=feature_layers)
-    logits = target.apply({"params": target_params}, output.hidden, method="logits")
+    rows = verification_pass(target, target_params, config.sparsity, state, draft, feature_layers=feature_layers, refresh=refresh)
+    logits = target.apply({"params": target_params}, rows.hidden, method="logits")
     checked = verify(config.verification, draft, logits, sampling, verify_keys, do_sample=config.do_sample)
 
     active = state.finish_reason == FinishReason.RUNNING
-    state = dataclasses.replace(state, target_cache=output.cache, row_keys=next_keys)
+    state = dataclasses.replace(state, target_cache=rows.cache, row_keys=next_keys)
     state, num_committed = commit_tokens(state, checked, logits, request)
     statistics = state.statistics.record(
         active=active,
         num_drafted=draft.num_drafted,
         num_accepted=checked.verification.num_accepted,
         num_committed=num_committed,
+        target_pass=rows.target_pass,
     )
     if drafter is not None:
-        commit = Commit(context=state.context, num_committed=num_committed, features=output.features)
+        commit = Commit(context=state.context, num_committed=num_committed, features=rows.features)
         drafter_state = drafter.commit(drafter_params, drafter_state, commit)
-    return dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
+    state = dataclasses.replace(state, drafter_state=drafter_state, statistics=statistics)
+    return counted_step(state, refresh=refresh), rows.hidden
 
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
@@ -256,5 +298,11 @@ def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
         finish_reason=state.finish_reason,
         log_probs=state.log_probs if config.return_log_probs else None,
         statistics=state.statistics,
-        continuation=Continuation(context=state.context, target_cache=state.target_cache, drafter_state=state.drafter_state),
+        continuation=Continuation(
+            context=state.context,
+            target_cache=state.target_cache,
+            drafter_state=state.drafter_state,
+            dense_length=None if state.since_dense is None else state.since_dense.dense_length,
+            max_behind=config.sparsity.refresh_rows(state.statistics.accepted_counts.shape[1] - 1),
+        ),
     )

@@ -12,15 +12,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.level_counts import LevelCounts
+from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
+from specjax.pace import Pace
 from specjax.requests import Request, row_keys
 from specjax.sampling import split_row_keys
-from specjax.state import Commit, Context, Continuation, DecodeState, Draft, FinishReason, PrefillChunk
+from specjax.state import Commit, Context, Continuation, DecodeState, Draft, FinishReason, PrefillChunk, SinceDense
 from specjax.statistics import Statistics
 from specjax.verification.verify import verify
+from specjax.verification_pass import counts_of_nothing
 
 
 def prefill(
@@ -35,6 +40,10 @@ def prefill(
     """Takes in the prompts and commits each row's first token: the state that the loop starts from."""
     batch_size = request.prompt_lengths.shape[0]
     context, prompt, start, cache, drafter_state = _starting_point(target, drafter, config, drafter_params, request, continue_from)
+    cache = prepare_cache(cache, config.sparsity, target.config)
+    if continue_from is not None and continue_from.dense_length is not None and continue_from.max_behind:
+        num_rows = min(continue_from.max_behind, cache.capacity)
+        cache = catch_up(target, target_params, context.tokens, cache, continue_from.dense_length, num_rows=num_rows).cache
     chunk_size = min(config.prefill_chunk_size, prompt.tokens.shape[1])
     num_columns = -(-prompt.tokens.shape[1] // chunk_size) * chunk_size
     padded = jnp.pad(prompt.tokens, ((0, 0), (0, num_columns + 1 - prompt.tokens.shape[1])))  # + 1: the last column has a next token too
@@ -73,8 +82,9 @@ def prefill(
     num_speculative_tokens = 0 if drafter is None else config.num_speculative_tokens
     # Concrete lengths were checked before compiling; traced ones can only be caught here. A write beyond the end would land elsewhere.
     num_chunks = jnp.maximum(-(-prompt.length.max() // chunk_size), 1)
-    decoded = prompt.length + request.stopping.max_new_tokens + num_speculative_tokens + 1
+    decoded = prompt.length + request.stopping.max_new_tokens + config.max_unsettled(num_speculative_tokens) + 1
     fits = start + jnp.maximum(num_chunks * chunk_size, decoded) <= cache.capacity
+    lossless = config.sparsity.lossless
     state = DecodeState(
         context=context,
         num_generated=jnp.zeros((batch_size,), jnp.int32),
@@ -83,9 +93,18 @@ def prefill(
         drafter_state=drafter_state,
         row_keys=next_keys,
         log_probs=jnp.zeros((batch_size, config.max_new_tokens if config.return_log_probs else 0), jnp.float32),
-        statistics=Statistics.zeros(batch_size, num_speculative_tokens, synthetic=drafter is not None and config.verification.synthetic),
+        statistics=Statistics.zeros(
+            batch_size,
+            num_speculative_tokens,
+            synthetic=drafter is not None and config.verification.synthetic,
+            **counts_of_nothing(target, target_params, config.sparsity, cache),
+            levels=None if lossless is None else LevelCounts.zeros(batch_size, check_cost=lossless.check_cost),
+        ),
+        pace=None if lossless is None else Pace.unknown(),
     )
     state, num_committed = commit_tokens(state, checked, logits, request)
+    if config.sparsity.refresh_every:
+        state = dataclasses.replace(state, since_dense=SinceDense(dense_length=state.context.length - 1, num_steps=jnp.int32(0)))
     if drafter is not None:
         commit = Commit(context=state.context, num_committed=num_committed, features=last_features[0] if last_features else None)
         state = dataclasses.replace(state, drafter_state=drafter.commit(drafter_params, state.drafter_state, commit))

@@ -121,8 +121,9 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
     start = None if _is_traced(earlier) else int(earlier.max()) - pending
 
     def needed(width: int, num_new: int) -> int:
-        sizes = {"num_columns": width + pending, "num_new": num_new, "draft_length": draft_length, "chunk_size": config.prefill_chunk_size}
-        return slots_needed(start=start or 0, **sizes)
+        sizes = {"num_columns": width + pending, "num_new": num_new, "chunk_size": config.prefill_chunk_size}
+        behind = {"draft_length": config.max_unsettled(draft_length), "refresh_rows": config.sparsity.refresh_rows(draft_length)}
+        return slots_needed(start=start or 0, **sizes, **behind)
 
     num_new, bucketed = config.max_new_tokens, (bucket(width), bucket(config.max_new_tokens))
     concrete = not _is_traced((tokens, lengths, limit, earlier)) and config.max_new_tokens > 0

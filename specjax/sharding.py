@@ -25,6 +25,8 @@ _MODEL_AXIS = {
     "output": 0,  # [N*H,D], query heads in order of their key/value head
     "gate_up": 2,  # [D,2,F]
     "gate_up_bias": 1,  # [2,F]
+    "gate": 1,  # [D,F]
+    "up": 0,  # [F,D]
     "down": 0,  # [F,D]
     "expert_gate_up": 3,  # [E,D,2,F]: every device has a share of every expert, so that the load is even whatever the router does
     "expert_gate_up_bias": 2,  # [E,2,F]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.kv_cache import KVCache
+from specjax.pace import Pace
 from specjax.statistics import Statistics
 
 
@@ -109,11 +110,14 @@ class Commit:
         num_committed: `[B]` int32, tokens this step added (0 in finished rows).
         features: `[B,T,*]` the target's residual stream for the T verified rows (the pending token, then the draft), or `None` if the
             drafter asked for none: row j is the one that committed token j came from. Rows at or beyond `num_committed` count for nothing.
+        rechecked: The committed tokens but the last stood in earlier commits, perhaps with others behind them that are gone, and these are
+            their final features (two-level verification). Static.
     """
 
     context: Context
     num_committed: jax.Array
     features: jax.Array | None
+    rechecked: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
 @jax.tree_util.register_dataclass
@@ -134,6 +138,20 @@ class Stopping:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class SinceDense:
+    """How far a cache is dense where refreshes are due now and then.
+
+    Attributes:
+        dense_length: `[B]` int32, tokens whose keys and values no sparse pass wrote.
+        num_steps: Scalar int32, sparse steps since the last dense one.
+    """
+
+    dense_length: jax.Array
+    num_steps: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeState:
     """The carry of the decode loop.
 
@@ -146,6 +164,8 @@ class DecodeState:
         row_keys: `[B]` typed keys, advanced once a step.
         log_probs: `[B,M]` float32 of the emitted tokens (M is `max_new_tokens`, or 0 where they were not asked for).
         statistics: Acceptance counts.
+        since_dense: How far the cache is dense; `None` without refreshes.
+        pace: What two-level verification has seen so far; `None` without it.
     """
 
     context: Context
@@ -156,6 +176,8 @@ class DecodeState:
     row_keys: jax.Array
     log_probs: jax.Array
     statistics: Statistics
+    since_dense: SinceDense | None = None
+    pace: Pace | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -167,11 +189,16 @@ class Continuation:
         context: Prompt and emitted tokens.
         target_cache: The target's cache: all of the context but its last token.
         drafter_state: The drafter's state.
+        dense_length: `[B]` int32, tokens whose keys and values are dense, after a call with refreshes: the next begins with those that are
+            not. `None` otherwise.
+        max_behind: Most tokens that are not. Static.
     """
 
     context: Context
     target_cache: KVCache
     drafter_state: Any
+    dense_length: jax.Array | None = None
+    max_behind: int = dataclasses.field(metadata={"static": True}, default=0)
 
 
 @jax.tree_util.register_dataclass

@@ -30,15 +30,16 @@ def expert_products(
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
     implementation: str = "auto",
+    may_skip: bool = False,
 ) -> jax.Array:
     """`y[m] = sum over j of weights[m,j] * FFN(experts[m,j])(x[m])`, with no limit on the rows that an expert serves.
 
     Args:
         x: `[M,D]`.
-        experts: `[M,C]` int32, the C experts that each row chose, each from 0 to E - 1.
+        experts: `[M,C]` int32, the C experts that each row chose, each from 0 to E - 1; where `may_skip`, E is none at all.
         weights: `[M,C]` float32.
         gate_up: `[E,D,2,F]`.
-        down: `[E,F,D]`.
+        down: `[E,F,O]`; O is D but where something else is added up than the mixture.
         activation: Of the two inner halves `[..., F]`, gate and up; elementwise.
         gate_up_bias: `[E,2,F]` or `None`.
         down_bias: `[E,D]` or `None`.
@@ -46,22 +47,24 @@ def expert_products(
             `"dense"` runs every row through every expert. `"auto"` takes what is fastest: on a CPU `grouped` (for few bfloat16 rows
             `reference`), elsewhere `reference` for few rows and `dense` for more. `"grouped"` has no reverse-mode derivative, for its
             loop's length depends on what was chosen, and so neither has `"auto"`; the other two have.
+        may_skip: Static: some of `experts` may be E. Such a choice adds nothing, whatever its weight; `"grouped"` spends nothing on it,
+            `"reference"` and `"dense"` as much as on any other.
 
     Returns:
-        `[M,D]` in the dtype of `x`, added up in float32.
+        `[M,O]` in the dtype of `x`, added up in float32.
 
     Raises:
         ValueError: Shapes that disagree, or an unknown implementation.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"expert_products: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if gate_up.ndim != 4 or x.shape[1:] != gate_up.shape[1:2] or down.shape != (gate_up.shape[0], gate_up.shape[3], gate_up.shape[1]):
+    if gate_up.ndim != 4 or x.shape[1:] != gate_up.shape[1:2] or down.shape[:2] != (gate_up.shape[0], gate_up.shape[3]):
         raise ValueError(
-            f"expert_products: expected x [M,D], gate_up [E,D,2,F], down [E,F,D], got {x.shape}, {gate_up.shape}, {down.shape}"
+            f"expert_products: expected x [M,D], gate_up [E,D,2,F], down [E,F,O], got {x.shape}, {gate_up.shape}, {down.shape}"
         )
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
         raise ValueError(f"expert_products: experts {experts.shape} and weights {weights.shape} should be [M,C] with M = {x.shape[0]}")
-    options = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    options = {"activation": activation, "gate_up_bias": gate_up_bias, "down_bias": down_bias, "may_skip": may_skip}
     arrays = x, experts, weights, gate_up, down
     if implementation != "auto":
         return _RUN[implementation](*arrays, **options)

@@ -28,6 +28,7 @@ def expert_products_dense(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     gate_up_bias: jax.Array | None,
     down_bias: jax.Array | None,
+    may_skip: bool,
 ) -> jax.Array:
     """See `specjax.kernels.expert_products.expert_products`."""
     num_rows, num_experts = x.shape[0], gate_up.shape[0]
@@ -51,10 +52,11 @@ def expert_products_dense(
             out = out + jnp.einsum("me,ed->md", weights_me, down_bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         return out.astype(x.dtype)
 
+    del may_skip  # a choice of expert E is out of bounds, and dropped
     rows = jnp.arange(num_rows)[:, None]
     weights_me = jnp.zeros((num_rows, num_experts), jnp.float32).at[rows, experts].add(weights)
     if num_rows <= _MAX_ROWS:
         return products(x, weights_me)
     extra = -num_rows % _MAX_ROWS
     blocks = [jnp.pad(array, ((0, extra), (0, 0))).reshape(-1, _MAX_ROWS, array.shape[1]) for array in (x, weights_me)]
-    return lax.map(lambda block: products(*block), tuple(blocks)).reshape(-1, x.shape[1])[:num_rows]
+    return lax.map(lambda block: products(*block), tuple(blocks)).reshape(-1, down.shape[2])[:num_rows]

@@ -30,9 +30,10 @@ def expert_products_grouped(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     gate_up_bias: jax.Array | None,
     down_bias: jax.Array | None,
+    may_skip: bool,
 ) -> jax.Array:
     """See `specjax.kernels.expert_products.expert_products`."""
-    num_rows, width = x.shape
+    num_rows, width = x.shape[0], down.shape[2]
     num_choices, num_experts = experts.shape[1], gate_up.shape[0]
     num_pairs = num_rows * num_choices
     block = _block_size(num_pairs, num_experts)
@@ -47,6 +48,8 @@ def expert_products_grouped(
     first_slot = (last_block - blocks_of) * block
     rank = jnp.arange(num_pairs, dtype=jnp.int32) - (jnp.cumsum(counts) - counts)[flat[order]]  # within the expert
     slot = first_slot[flat[order]] + rank
+    if may_skip:  # pairs of no expert stand last, and get no slot
+        slot = jnp.where(flat[order] == num_experts, max_blocks * block, slot)
     pair_of_slot = jnp.full((max_blocks * block,), num_pairs, jnp.int32).at[slot].set(order.astype(jnp.int32))
     slot_of_pair = jnp.zeros((num_pairs,), jnp.int32).at[order].set(slot)
     expert_of_block = jnp.searchsorted(last_block, jnp.arange(max_blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
@@ -67,7 +70,10 @@ def expert_products_grouped(
     empty = jnp.zeros((max_blocks * block, width), x.dtype)
     _, results = lax.while_loop(lambda carry: carry[0] < last_block[-1], run_block, (jnp.int32(0), empty))
     picked = results[slot_of_pair].reshape(num_rows, num_choices, width)
-    return (picked.astype(jnp.float32) * weights[:, :, None]).sum(axis=1).astype(x.dtype)
+    weighted = picked.astype(jnp.float32) * weights[:, :, None]
+    if may_skip:
+        weighted = jnp.where((experts == num_experts)[:, :, None], 0.0, weighted)
+    return weighted.sum(axis=1).astype(x.dtype)
 
 
 def _block_size(num_pairs: int, num_experts: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
+from specjax.sparsity import SparsityConfig
 from specjax.state import FinishReason
 from specjax.statistics import Statistics
 from specjax.streaming import stream_generate
@@ -49,6 +51,11 @@ def generate_command(
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens that reach this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the random key.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; as stored if not given.")] = None,
+    sparsity: Annotated[
+        Path | None,
+        typer.Option(help="JSON of a SparsityConfig, or a calibration's. Lossy: the target leaves work out, and its text may change."),
+    ] = None,
+    agreement: Annotated[float, typer.Option(help="Of a calibration: the least share of tokens on which sparse and dense agree.")] = 0.99,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Run to the limit.")] = False,
     allow_different_tokenizer: Annotated[
@@ -60,14 +67,19 @@ def generate_command(
         if dtype not in (None, "bfloat16", "float32"):
             raise ValueError(f"--dtype must be bfloat16 or float32, got {dtype!r}")
         number = None if dtype is None else jnp.dtype(dtype)
+        left_out = SparsityConfig() if sparsity is None else _read_sparsity(sparsity, agreement)
         config = GenerateConfig(
-            max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, do_sample=not temperature < MIN_TEMPERATURE
+            max_new_tokens=max_new_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+            do_sample=not temperature < MIN_TEMPERATURE,
+            sparsity=left_out,
         )
         paths = [target] if drafter in (PROMPT_LOOKUP, NO_DRAFTER) else [target, Path(drafter)]
         text = sys.stdin.read() if prompt == "-" else prompt
-        read_transformer_config(target)
+        left_out.check(read_transformer_config(target))
         models = [read_model(path, dtype=number) for path in paths]
-        plan = plan_memory(models, batch_size=1, capacity=bucket(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1))
+        slots = max(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1, left_out.refresh_rows(num_speculative_tokens))
+        plan = plan_memory(models, batch_size=1, capacity=bucket(slots), sparsity=left_out)
         typer.echo(plan.describe(), err=True)
         plan.check()
         checkpoints = [load_checkpoint(path, dtype=number) for path in paths]
@@ -87,6 +99,16 @@ def generate_command(
         )
         typer.echo("compiling …", err=True)
         _print_stream(updates, tokenizer)
+
+
+def _read_sparsity(path: Path, agreement: float) -> SparsityConfig:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--sparsity {path} is no JSON that can be read: {error}") from None
+    if isinstance(values, dict) and "rows" in values:
+        return SparsityConfig.from_calibration(path, agreement=agreement)
+    return SparsityConfig.from_json(values)
 
 
 def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool) -> tuple[Drafter | None, Any]:
@@ -133,6 +155,19 @@ def _print_stream(updates: Any, tokenizer: Any) -> None:
         typer.echo("warning: the target's logits were not finite; the text ends before them", err=True)
     if output.statistics.accepted_counts.shape[1] > 1:
         _print_statistics(output.statistics)
+    if output.statistics.pass_counts is not None:
+        typer.echo(_sparse_line(output.statistics.summary()), err=True)
+
+
+def _sparse_line(summary: dict[str, Any]) -> str:
+    """What sparse passes kept, and what that saved."""
+    names = {"sparse_attention": "of the cache", "sparse_ffn": "of the channels", "sparse_moe": "of the experts"}
+    kept = [f"{summary[key]['keep_ratio']:.3f} {name}" for key, name in names.items() if key in summary]
+    total = summary.get("step_work", {}).get("total")
+    if total is None:
+        return "sparse (lossy): no pass was made"
+    cost = f"a step moves {total['bytes'] / total['dense_bytes']:.3f} of a dense one's bytes"
+    return f"sparse (lossy): kept {', '.join(kept)}; {cost}, and does {total['flops'] / total['dense_flops']:.3f} of its operations"
 
 
 def _print_statistics(statistics: Statistics) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
+
+from specjax.capacity import whole_blocks
+from specjax.models.sparse_attention import prepare_cache
+from specjax.sparsity import SparsityConfig
 
 _GIB = 2**30
 
@@ -17,7 +22,8 @@ class MemoryPlan:
 
     Attributes:
         params_bytes: Weights of all models.
-        cache_bytes: Keys and values of all models. They are held twice where a loop may not overwrite its input.
+        cache_bytes: Keys and values of all models, and the block summaries of sparse attention. They are held twice where a loop may not
+            overwrite its input.
         available_bytes: What the device gives this process; `None` where it does not say.
     """
 
@@ -44,22 +50,30 @@ class MemoryPlan:
             )
 
 
-def plan_memory(models: list[Any], *, batch_size: int, capacity: int, device: Any = None) -> MemoryPlan:
+def plan_memory(
+    models: list[Any], *, batch_size: int, capacity: int, sparsity: SparsityConfig | None = None, device: Any = None
+) -> MemoryPlan:
     """Adds up shapes; nothing is allocated.
 
     Args:
         models: The modules: the target's, and that of its draft model or drafter if there is one.
         batch_size: B.
         capacity: S, cache slots a row.
+        sparsity: What the target's passes leave out; with sparse attention its cache is whole blocks. `None` is nothing.
         device: Where; the default device if `None`.
     """
     params_bytes = sum(num_bytes(jax.eval_shape(model.init_params, jax.random.key(0))) for model in models)
     cache_bytes = 0
-    for model in models:
+    for index, model in enumerate(models):
         # Heads without layers of their own (Medusa, Hydra) keep no cache.
         if hasattr(model, "init_cache"):
-            cache = jax.eval_shape(lambda model=model: model.init_cache(batch_size=batch_size, capacity=capacity))
+            left_out = sparsity if index == 0 and sparsity is not None else SparsityConfig()
+            slots = whole_blocks(capacity, left_out)
+            cache = jax.eval_shape(lambda model=model, slots=slots: model.init_cache(batch_size=batch_size, capacity=slots))
             cache_bytes += num_bytes((cache.keys, cache.values))
+            if left_out.attention is not None:
+                prepared = jax.eval_shape(partial(prepare_cache, sparsity=left_out, model=model.config), cache)
+                cache_bytes += num_bytes(prepared.summaries)
     return MemoryPlan(params_bytes=params_bytes, cache_bytes=cache_bytes, available_bytes=device_bytes(device))
 
 

@@ -61,11 +61,8 @@ class DraftModel:
 
     def grow(self, params: Any, state: KVCache, context: Context, *, capacity: int) -> KVCache:
         """See `Drafter.grow`."""
-        state = state.grown(capacity).with_finite_values()
         # Where the last draft was accepted whole, no pass has seen its last token, and what is to follow will attend to it.
-        start = _first_of_last_two(context)
-        tokens = jnp.take_along_axis(context.tokens, start[:, None], axis=1)
-        return self.model.apply({"params": params}, tokens, state.with_length(start)).cache
+        return self._run_one(params, state.grown(capacity).with_finite_values(), context, _first_of_last_two(context))
 
     def prefill(self, params: Any, state: KVCache, chunk: PrefillChunk) -> KVCache:
         """See `Drafter.prefill`."""
@@ -97,7 +94,16 @@ class DraftModel:
 
     def commit(self, params: Any, state: KVCache, commit: Commit) -> KVCache:
         """See `Drafter.commit`. The rollback is a length."""
+        if commit.rechecked:
+            # One token more than was committed before: the first that the cache may lack then stands behind it, third from the end.
+            start = jnp.maximum(commit.context.length - 3, 0)
+            state = self._run_one(params, state, commit.context, start)
         return state.with_length(_first_of_last_two(commit.context))
+
+    def _run_one(self, params: Any, state: KVCache, context: Context, start: jax.Array) -> KVCache:
+        """Writes the token at `start` `[B]`; all before it must be in the cache."""
+        tokens = jnp.take_along_axis(context.tokens, start[:, None], axis=1)
+        return self.model.apply({"params": params}, tokens, state.with_length(start)).cache
 
 
 def _first_of_last_two(context: Context) -> jax.Array:

@@ -89,7 +89,11 @@ class Drafter(Protocol):
         ...
 
     def commit(self, params: Any, state: Any, commit: Commit) -> Any:
-        """Brings the state in line with what was committed, which may be less than was drafted, or go back several steps."""
+        """Brings the state in line with what was committed, which may be less than was drafted, or go back several steps.
+
+        A `rechecked` commit goes back: its context may be shorter than that of the commits since the last such one, whose tokens it
+        replaces, and longer than they reached by one token. What came from their features is to be made anew from these.
+        """
         ...
 
 

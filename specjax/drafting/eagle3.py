@@ -103,9 +103,7 @@ class Eagle3(PureModule):
         attends = [attend_cached(cache, index, window=decoder.window(index), **options) for index in range(decoder.num_layers)]
         positions = length[:, None] + jnp.arange(state.shape[1], dtype=jnp.int32)
         hidden, next_state, kept = self.attend(embeddings, state, positions, attends, context_limit=cache.context_limit)
-        keys, values = zip(*kept, strict=True)
-        cache = dataclasses.replace(cache, keys=keys, values=values, length=length + state.shape[1])
-        return Eagle3Output(hidden=hidden, next_state=next_state, cache=cache)
+        return Eagle3Output(hidden=hidden, next_state=next_state, cache=cache.with_layers(kept, length + state.shape[1]))
 
     def attend(
         self,
@@ -210,4 +208,5 @@ class _Layer(nn.Module):
             normed = jnp.concatenate([norm("embedding_norm")(embeddings), normed], axis=-1)
         mixed, kept = Attention(decoder, self.param_dtype, name="attention")(normed, angles, attend)
         x = x + mixed
-        return x + FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x)), kept
+        out, _ = FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x))
+        return x + out, kept

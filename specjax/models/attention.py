@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specjax.config import ModelConfig
 from specjax.kernels.cached_attention import cached_attention
-from specjax.models.kv_cache import KVCache, write_layer
+from specjax.models.kv_cache import KVCache, LayerCache, write_layer
 from specjax.models.layers import PROJECTION_INIT, RMSNorm, product
 from specjax.models.rope import apply_rotary
 
@@ -21,7 +21,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax
 
 
 def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, window: int | None, implementation: str) -> Attend:
-    """Attention over a layer of the cache and the new rows, which are written to it: kept are the layer's keys and values.
+    """Attention over a layer of the cache and the new rows, which are written to it: kept is the layer's `LayerCache`.
 
     Args:
         cache: The new rows stand from its `length` on.
@@ -32,11 +32,19 @@ def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, wi
     """
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
-        kept = write_layer(cache.keys[layer], cache.values[layer], key, value, cache.length)
+        kept = written_layer(cache, layer, key, value)
         options: dict[str, Any] = dict(step_mask=step_mask, window=window, sinks=sinks, implementation=implementation)
-        return cached_attention(query, *kept, cache.length, scale=query.shape[-1] ** -0.5, **options), kept
+        return cached_attention(query, kept.keys, kept.values, cache.length, scale=query.shape[-1] ** -0.5, **options), kept
 
     return attend
+
+
+def written_layer(cache: KVCache, layer: int, key: jax.Array, value: jax.Array) -> LayerCache:
+    """A layer of the cache with the new rows' keys and values `[B,T,K,H]` written from `cache.length` on, and the summaries after that."""
+    keys, values = write_layer(cache.keys[layer], cache.values[layer], key, value, cache.length)
+    if cache.summaries is None:
+        return LayerCache(keys, values)
+    return LayerCache(keys, values, cache.summaries.written(layer, keys, cache.length, key.shape[1]))
 
 
 class Attention(nn.Module):

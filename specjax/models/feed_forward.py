@@ -2,39 +2,81 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
-from specjax.models.layers import PROJECTION_INIT, product
+from specjax.models.layers import PROJECTION_INIT
+from specjax.models.projections import Projections
+from specjax.verification.histogram import histogram
+from specjax.verification.sparse_ffn import FeedForwardWork, sparse_feed_forward
+from specjax.verification.sparse_mlp import SparseMLP
+
+
+def gate_activation(config: ModelConfig, gate: jax.Array) -> jax.Array:
+    """What the gate's half becomes before up multiplies it; see `ModelConfig.activation`."""
+    if config.activation == "silu":
+        return nn.silu(gate)
+    assert config.activation == "clamped_swiglu", config.activation
+    gate = jnp.minimum(gate, config.swiglu_limit)
+    return gate * nn.sigmoid(config.swiglu_alpha * gate)
 
 
 def gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The inner activation from its two halves; see `ModelConfig.activation`."""
+    """The inner activation from its two halves."""
+    return gate_times_up(config, gate_activation(config, gate), up)
+
+
+def gate_times_up(config: ModelConfig, activated: jax.Array, up: jax.Array) -> jax.Array:
+    """The inner activation from the activated gate and up."""
     if config.activation == "silu":
-        return nn.silu(gate) * up
-    assert config.activation == "clamped_swiglu", config.activation
-    gate = jnp.minimum(gate, config.swiglu_limit)
-    up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
-    return (up + 1) * (gate * nn.sigmoid(config.swiglu_alpha * gate))
+        return activated * up
+    return (jnp.clip(up, -config.swiglu_limit, config.swiglu_limit) + 1) * activated
 
 
 class FeedForward(nn.Module):
-    """`gated(x W_gate, x W_up) W_down`; SwiGLU where the activation is `"silu"`."""
+    """`gated(x W_gate, x W_up) W_down`; SwiGLU where the activation is `"silu"`. Params may be those of `split_gate_up`.
+
+    `[B,T,D]` → the same, and what a sparse pass kept (`None` of a dense one). Captured among the intermediates, where they are asked for:
+    `gates`, a histogram of the activated gate.
+    """
 
     config: ModelConfig
     param_dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, sparse: SparseMLP | None = None) -> tuple[jax.Array, FeedForwardWork | None]:
         cfg = self.config
-        gate_up = product(x, self.param("gate_up", PROJECTION_INIT, (x.shape[-1], 2, cfg.intermediate_size), self.param_dtype))
-        if cfg.mlp_bias:
-            bias = self.param("gate_up_bias", nn.initializers.zeros, (2, cfg.intermediate_size), self.param_dtype)
-            gate_up = gate_up + bias.astype(x.dtype)
-        inner = gated(cfg, gate_up[..., 0, :], gate_up[..., 1, :])
-        out = product(inner, self.param("down", PROJECTION_INIT, (cfg.intermediate_size, cfg.hidden_size), self.param_dtype))
-        if cfg.mlp_bias:
-            out = out + self.param("down_bias", nn.initializers.zeros, (cfg.hidden_size,), self.param_dtype).astype(x.dtype)
-        return out
+        weights = self._weights(x.shape[-1])
+        counted = None if sparse is None else sparse.counted
+        if self.is_mutable_collection("intermediates"):
+            sizes = jnp.abs(gate_activation(cfg, weights.halves(x)[0]))
+            self.sow("intermediates", "gates", histogram(sizes, None if counted is None else counted[..., None]))
+        if sparse is None or sparse.ffn is None or sparse.ffn.exact:
+            gate, up = weights.halves(x)
+            return weights.out(gated(cfg, gate, up)), None
+        activate, combine = functools.partial(gate_activation, cfg), functools.partial(gate_times_up, cfg)
+        return sparse_feed_forward(x, weights, sparse.ffn, activate=activate, combine=combine, tau=sparse.tau, counted=counted)
+
+    def _weights(self, width: int) -> Projections:
+        cfg, ffn = self.config, self.config.intermediate_size
+
+        def projection(name: str, *shape: int) -> jax.Array:
+            return self.param(name, PROJECTION_INIT, shape, self.param_dtype)
+
+        def bias(name: str, *shape: int) -> jax.Array | None:
+            return self.param(name, nn.initializers.zeros, shape, self.param_dtype) if cfg.mlp_bias else None
+
+        if self.has_variable("params", "gate"):
+            halves = dict(gate=projection("gate", width, ffn), up=projection("up", ffn, width))
+        else:
+            halves = dict(gate_up=projection("gate_up", width, 2, ffn))
+        return Projections(
+            **halves,
+            gate_up_bias=bias("gate_up_bias", 2, ffn),
+            down=projection("down", ffn, cfg.hidden_size),
+            down_bias=bias("down_bias", cfg.hidden_size),
+        )

@@ -9,13 +9,37 @@ and every slot is written before the first query that may see it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+if TYPE_CHECKING:
+    from specjax.models.block_selection import Selection
+    from specjax.models.block_summaries import BlockSummaries
+
 # Above this many rows one scatter is cheaper than a dynamic_update_slice a row (each is a kernel launch on a GPU).
 _MAX_UNROLLED_ROWS = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """What one layer's attention keeps.
+
+    Attributes:
+        keys: `[B,K,S,H]`, the new rows among them.
+        values: `[B,K,S,H]`, likewise.
+        summaries: The layer's entry in `BlockSummaries.layers`; empty without summaries.
+        selection: The blocks that the new rows attended to; `None` is all.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    summaries: tuple[jax.Array, ...] = ()
+    selection: Selection | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -29,12 +53,14 @@ class KVCache:
         length: `[B]` int32, tokens that count in each row.
         context_limit: `[B]` int32, tokens that each row may come to hold: what `dynamic` and `longrope` rotary frequencies were chosen
             for. They may not change while the cache lives, since its keys are rotated already. `None` where nothing depends on it.
+        summaries: Of the blocks, for sparse attention; `None` without it.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
     context_limit: jax.Array | None = None
+    summaries: BlockSummaries | None = None
 
     @classmethod
     def zeros(
@@ -77,6 +103,14 @@ class KVCache:
         """The same slots with another length `[B]`: the rollback."""
         return dataclasses.replace(self, length=length.astype(jnp.int32))
 
+    def with_layers(self, layers: Sequence[LayerCache], length: jax.Array) -> KVCache:
+        """The cache after a pass: what its L layers kept, and the length `[B]` that counts now."""
+        summaries = self.summaries
+        if summaries is not None:
+            summaries = dataclasses.replace(summaries, layers=tuple(layer.summaries for layer in layers))
+        keys, values = tuple(layer.keys for layer in layers), tuple(layer.values for layer in layers)
+        return dataclasses.replace(self, keys=keys, values=values, length=length, summaries=summaries)
+
     def grown(self, capacity: int) -> KVCache:
         """The same cache with `capacity` slots (copies); unchanged where it has as many already."""
         extra = capacity - self.capacity
@@ -86,7 +120,8 @@ class KVCache:
         def pad(x: jax.Array) -> jax.Array:
             return jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
 
-        return dataclasses.replace(self, keys=tuple(map(pad, self.keys)), values=tuple(map(pad, self.values)))
+        summaries = None if self.summaries is None else self.summaries.grown(capacity)
+        return dataclasses.replace(self, keys=tuple(map(pad, self.keys)), values=tuple(map(pad, self.values)), summaries=summaries)
 
     def with_finite_values(self) -> KVCache:
         """Zeroes the values beyond each row's length (copies). For a cache that comes from outside and may hold anything there."""
@@ -119,7 +154,12 @@ def write_layer(
 
 
 def _write_rows(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    return _write(cache, jnp.swapaxes(new, 1, 2).astype(cache.dtype), start)  # [B,K,T,H]
+    return write_slots(cache, jnp.swapaxes(new, 1, 2), start)  # [B,K,T,H]
+
+
+def write_slots(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """Writes `new` `[B,K,T,H]` into `cache` `[B,K,S,H]` from slot `start` `[B]` of each row on, in place inside a jitted loop."""
+    return _write(cache, new.astype(cache.dtype), start)
 
 
 @jax.custom_jvp

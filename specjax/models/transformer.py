@@ -14,13 +14,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from specjax.attention_reads import AttentionReads
 from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
 from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
-from specjax.models.kv_cache import KVCache
+from specjax.models.kv_cache import KVCache, LayerCache
 from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.rope import rotary_angles
+from specjax.models.sparse_attention import SparsePass
+from specjax.sparsity import SparsityConfig
+from specjax.verification.sparse_ffn import FeedForwardWork
+from specjax.verification.sparse_mlp import SparseMLP
+from specjax.verification.sparse_moe import ExpertWork
 
 
 @jax.tree_util.register_dataclass
@@ -32,11 +38,15 @@ class TransformerOutput:
         hidden: `[B,T,D]` after the final norm; `Transformer.logits` turns it into scores.
         cache: The cache with the T new positions written and `length` advanced by T.
         features: `[B,T,C*D]`, the residual stream at the C boundaries asked for, side by side; `None` if none were.
+        reads: How much of the cache the pass read; `None` unless its attention is sparse.
+        mlp_work: For each layer what a sparse pass kept of it; `None` where nothing is measured.
     """
 
     hidden: jax.Array
     cache: KVCache
     features: jax.Array | None
+    reads: AttentionReads | None = None
+    mlp_work: tuple[FeedForwardWork | ExpertWork | None, ...] = ()
 
 
 class Transformer(PureModule):
@@ -48,7 +58,7 @@ class Transformer(PureModule):
             float32 whatever it is.
         param_dtype: Dtype that `init` gives the parameters. Parameters of another dtype than `dtype` are cast at each use; where speed
             counts store them in `dtype`.
-        attention_implementation: Passed to `cached_attention`.
+        attention_implementation: Passed to `cached_attention` and `block_sparse_attention`.
         expert_implementation: Passed to `expert_products`. For gradients through a mixture of experts `"dense"`.
     """
 
@@ -70,7 +80,14 @@ class Transformer(PureModule):
             self.lm_head = self.param("lm_head", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
 
     def __call__(
-        self, tokens: jax.Array, cache: KVCache, *, feature_layers: tuple[int, ...] = (), step_mask: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        *,
+        feature_layers: tuple[int, ...] = (),
+        step_mask: jax.Array | None = None,
+        sparsity: SparsityConfig | None = None,
+        counted: jax.Array | None = None,
     ) -> TransformerOutput:
         """Runs T new positions a row.
 
@@ -80,32 +97,48 @@ class Transformer(PureModule):
             feature_layers: Boundaries 0 ... L at which to capture the residual stream: i is the input of layer i, L the output of the last
                 layer before the final norm.
             step_mask: `[T,T]` bool among the new rows; `None` is causal.
+            sparsity: What the pass leaves out. With sparse attention the cache must come from `prepare_cache`. `None` is dense.
+            counted: `[B,T]` bool, rows that take part in what rows choose together and in what is measured; `None` is all. Of a dense pass
+                it changes nothing.
 
         Returns:
             A `TransformerOutput`.
 
         Raises:
-            ValueError: A feature layer outside 0 ... L.
+            ValueError: A feature layer outside 0 ... L, sparsity that does not fit the model, or a cache without what it needs.
         """
         cfg = self.config
         if any(not 0 <= index <= cfg.num_layers for index in feature_layers):
             raise ValueError(f"feature_layers must be boundaries from 0 to {cfg.num_layers}, got {feature_layers}")
+        if sparsity is not None:
+            sparsity.check(cfg)
         length = cache.length
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions, cache.context_limit)
         x = jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.dtype)
         options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
-        captured, all_keys, all_values = {}, [], []
+        sparse = None
+        if sparsity is not None and sparsity.attention is not None:
+            sparse = SparsePass(sparsity=sparsity, model=cfg, cache=cache, num_rows=tokens.shape[1], counted=counted, **options)
+        captured: dict[int, jax.Array] = {}
+        layers: list[LayerCache] = []
+        all_work: list[FeedForwardWork | ExpertWork | None] = []
         for index, block in enumerate(self.blocks):
             if index in feature_layers:
                 captured[index] = x
-            x, (keys, values) = block(x, angles, attend_cached(cache, index, window=cfg.window(index), **options))
-            all_keys.append(keys)
-            all_values.append(values)
+            if sparse is not None and sparse.is_sparse(index):
+                attend = sparse.attend(index, layers)
+            else:
+                attend = attend_cached(cache, index, window=cfg.window(index), **options)
+            x, kept, work = block(x, angles, attend, SparseMLP.of_layer(sparsity, index, counted))
+            layers.append(kept)
+            all_work.append(work)
         captured[cfg.num_layers] = x
         features = jnp.concatenate([captured[index] for index in feature_layers], axis=-1) if feature_layers else None
-        cache = dataclasses.replace(cache, keys=tuple(all_keys), values=tuple(all_values), length=length + tokens.shape[1])
-        return TransformerOutput(hidden=self.final_norm(x), cache=cache, features=features)
+        cache = cache.with_layers(layers, length + tokens.shape[1])
+        reads = None if sparse is None else sparse.reads(layers)
+        hidden = self.final_norm(x)
+        return TransformerOutput(hidden=hidden, cache=cache, features=features, reads=reads, mlp_work=tuple(all_work))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The LM head: `[..., D]` → `[..., V]` float32."""
@@ -161,7 +194,9 @@ class _Block(nn.Module):
     index: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, sparse_mlp: SparseMLP | None
+    ) -> tuple[jax.Array, Any, FeedForwardWork | ExpertWork | None]:
         cfg, dtype = self.config, self.param_dtype
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm")(x)
         mixed, kept = Attention(cfg, dtype, name="attention")(normed, angles, attend)
@@ -171,4 +206,5 @@ class _Block(nn.Module):
             mlp = MixtureOfExperts(cfg, dtype, self.expert_implementation, name="mlp")
         else:
             mlp = FeedForward(cfg, dtype, name="mlp")
-        return x + mlp(normed), kept
+        out, work = mlp(normed, sparse_mlp)
+        return x + out, kept, work

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from specjax import GenerateConfig, Statistics, Transformer, generate
+from specjax import GenerateConfig, Reuse, SparseAttention, SparseFFN, SparsityConfig, Statistics, Transformer, generate
 from specjax.checkpoints.kinds import build_model
 from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
 from specjax.commands.generate import _print_statistics
@@ -51,6 +53,26 @@ def test_the_text_streams_and_equals_that_of_the_library_for_every_drafter(targe
         assert ("mean_acceptance_length" in done.stderr) == (drafter != "none")
 
 
+def test_a_sparse_target_says_so_and_with_everything_kept_writes_the_same_text(target: Path, tmp_path: Path) -> None:
+    words = (target, "abcabc", "--raw", "--ignore-eos", "--max-new-tokens", 12, "--drafter", "none")
+    attention = SparseAttention(block_size=8, keep=0.0, dense_below=0, head_blocks=1, tail_blocks=0)
+    few = SparsityConfig(attention=attention, ffn=SparseFFN(keep=0.5))
+    row = dict(setting="all", token_agreement=1.0, bytes_ratio=1.0, flops_ratio=1.0)
+    row["sparsity"] = SparsityConfig(attention=dataclasses.replace(attention, keep=1.0)).to_json()
+    file, calibration = tmp_path / "few.json", tmp_path / "calibration.json"
+    file.write_text(json.dumps(few.to_json()))
+    calibration.write_text(json.dumps({"rows": [row]}))
+    lossy, whole = (run(*words, "--sparsity", path) for path in (file, calibration))
+    assert lossy.exit_code == whole.exit_code == 0, lossy.output + whole.output
+    assert whole.stdout == run(*words).stdout
+    assert "sparse (lossy): kept 1.000 of the cache; a step moves 1.0" in whole.stderr
+    assert "of the channels; a step moves 0." in lossy.stderr
+    refused = run(*words, "--sparsity", calibration, "--agreement", 1.1)
+    assert "none of 1 settings agrees with dense passes on a share of 1.1 of the tokens" in refused.stderr
+    file.write_text(json.dumps({"attention": {"rho": 1}}))
+    assert "SparseAttention has no field ['rho']" in run(*words, "--sparsity", file).stderr
+
+
 def test_the_chat_template_is_applied_unless_raw(target: Path) -> None:
     words = (target, "hello", "--max-new-tokens", 8, "--ignore-eos", "--drafter", "none")
     assert run(*words).stdout != run(*words, "--raw").stdout
@@ -74,6 +96,7 @@ def test_sampling_is_repeatable_by_seed(target: Path) -> None:
         (["--num-speculative-tokens", "-2"], "GenerateConfig.num_speculative_tokens must be a positive int, got -2"),
         (["--dtype", "int8"], "--dtype must be bfloat16 or float32, got 'int8'"),
         (["--drafter", "nowhere"], "nowhere is not a specjax checkpoint"),
+        (["--sparsity", "nowhere.json"], "--sparsity nowhere.json is no JSON that can be read"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: list[str], message: str) -> None:
@@ -135,6 +158,10 @@ def test_a_plan_adds_weights_and_caches_and_refuses_what_does_not_fit() -> None:
     numbers = sum(np.prod(leaf.shape) for leaf in _leaves(model))
     assert plan.params_bytes == 2 * 4 * numbers
     assert plan.cache_bytes == 2 * (2 * 2 * 3 * 2 * 10 * 8 * 2)  # models x (layers, keys and values, B, K, S, H, bytes)
+    sparse = SparsityConfig(attention=SparseAttention(block_size=8, score="bounds"), reuse=Reuse(anchors=(0,)))
+    with_blocks = plan_memory([model, model], batch_size=3, capacity=10, sparsity=sparse)
+    # 16 slots, two blocks, in one of the two; the least and the greatest key components of its one choosing layer.
+    assert with_blocks.cache_bytes == 2 * 2 * 3 * 2 * (16 + 10) * 8 * 2 + 2 * 3 * 2 * 2 * 8 * 2
     MemoryPlan(params_bytes=10, cache_bytes=5, available_bytes=15).check()
     with pytest.raises(ValueError, match=r"weights and caches need 3.0 GiB, .* 2.0 GiB: use a smaller model"):
         MemoryPlan(params_bytes=2**31, cache_bytes=2**30, available_bytes=2**31).check()

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and prompt sets to decode with them."""
+"""Tiny checkpoints, and prompt sets and tasks to decode with them."""
 
 from __future__ import annotations
 
@@ -26,4 +26,14 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("first", "second"):
         lines = (json.dumps({"question_id": n, "turns": [f"{name} {n} " + "ab" * n]}) for n in range(5))
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sums to work out, and a text."""
+    folder = tmp_path_factory.mktemp("tasks")
+    line = json.dumps({"question": "How much is one and two? " * 2, "answer": "#### 3"})
+    (folder / "gsm8k_test.jsonl").write_text(f"{line}\n{line}\n", encoding="utf-8")
+    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 10, encoding="utf-8")
     return folder

@@ -21,7 +21,7 @@ def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-expert_products = jax.jit(eager_expert_products, static_argnames=("activation", "implementation"))
+expert_products = jax.jit(eager_expert_products, static_argnames=("activation", "implementation", "may_skip"))
 
 
 def case(*, num_rows: int, num_experts: int = 7, seed: int = 0) -> dict[str, np.ndarray]:
@@ -37,10 +37,10 @@ def case(*, num_rows: int, num_experts: int = 7, seed: int = 0) -> dict[str, np.
     )
 
 
-def run(case: dict[str, np.ndarray], *, dtype: Any = jnp.float32, implementation: str = "auto") -> np.ndarray:
+def run(case: dict[str, np.ndarray], *, dtype: Any = jnp.float32, implementation: str = "auto", may_skip: bool = False) -> np.ndarray:
     floats = {"weights": jnp.float32}
     arrays = {name: jnp.asarray(x, jnp.int32 if name == "experts" else floats.get(name, dtype)) for name, x in case.items()}
-    return np.asarray(expert_products(**arrays, activation=activation, implementation=implementation), np.float64)
+    return np.asarray(expert_products(**arrays, activation=activation, implementation=implementation, may_skip=may_skip), np.float64)
 
 
 def numpy_products(case: dict[str, np.ndarray]) -> np.ndarray:
@@ -96,6 +96,40 @@ def test_an_expert_that_overflows_reaches_only_those_who_chose_it(implementation
     got = run(given, implementation=implementation)
     assert np.isfinite(got[~chose]).all()
     assert not np.isfinite(got[chose]).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "grouped", "dense"])
+@pytest.mark.parametrize("num_rows", [1, 45])
+def test_a_choice_of_no_expert_adds_nothing_whatever_its_weight(num_rows: int, implementation: str) -> None:
+    given = case(num_rows=num_rows)
+    skipped = np.random.default_rng(1).uniform(size=given["experts"].shape) < 0.5
+    skipped[0] = True  # a row of none at all
+    with_skips = given | {"experts": np.where(skipped, 7, given["experts"]).astype(np.int32)}
+    expected = numpy_products(given | {"weights": np.where(skipped, 0.0, given["weights"])})
+    np.testing.assert_allclose(run(with_skips, implementation=implementation, may_skip=True), expected, atol=1e-5)
+
+
+def test_grouped_runs_no_block_for_choices_of_no_expert() -> None:
+    given = case(num_rows=45)
+    blocks: list[int] = []
+
+    def counting(gate: jax.Array, up: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: blocks.append(gate.shape[0]))
+        return activation(gate, up)
+
+    arrays = {name: jnp.asarray(array, jnp.int32 if name == "experts" else jnp.float32) for name, array in given.items()}
+    numbers = []
+    for first in (0, 2, 4):
+        experts = jnp.where(arrays["experts"] < first, 7, arrays["experts"])  # nobody takes the experts before
+        jax.block_until_ready(
+            eager_expert_products(**arrays | {"experts": experts}, activation=counting, implementation="grouped", may_skip=True)
+        )
+        jax.effects_barrier()
+        pairs = np.bincount(np.asarray(experts).ravel(), minlength=8)[:7]
+        assert len(blocks) == sum(-(-pairs // blocks[0]))
+        numbers.append(len(blocks))
+        blocks.clear()
+    assert numbers[0] > numbers[1] > numbers[2]
 
 
 def test_dense_and_reference_have_the_same_gradient_and_grouped_has_none() -> None:

@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.presets import qwen25_15b
-from specjax import DraftModel, GenerateConfig, ModelConfig, MoEConfig, PromptLookup, RopeConfig, Transformer
+from specjax import (
+    DraftModel,
+    GenerateConfig,
+    Lossless,
+    ModelConfig,
+    MoEConfig,
+    PromptLookup,
+    Reuse,
+    RopeConfig,
+    SparseAttention,
+    SparsityConfig,
+    Transformer,
+)
 from specjax.generate import _generate, prepare_call
 from tests.compiled import instructions_in_loops
 
@@ -35,15 +47,25 @@ GPT_OSS = dataclasses.replace(
     rope=RopeConfig(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16),
 )
 CAPACITY = 320
+# 20 blocks, of which at most 7 are read.
+SPARSE = SparsityConfig(attention=SparseAttention(block_size=16, keep=0.2, dense_below=64), reuse=Reuse(anchors=(0,)))
 
 
 def compiled_text(
-    *, batch_size: int, dtype: jnp.dtype, with_draft_model: bool, prefill_chunk_size: int = 512, model_config: ModelConfig = CONFIG
+    *,
+    batch_size: int,
+    dtype: jnp.dtype,
+    with_draft_model: bool,
+    prefill_chunk_size: int = 512,
+    model_config: ModelConfig = CONFIG,
+    sparsity: SparsityConfig = GenerateConfig.sparsity,
 ) -> str:
     model = Transformer(model_config, dtype=dtype, param_dtype=dtype)
     params = jax.eval_shape(model.init_params, jax.random.key(0))
     drafter, drafter_params = (DraftModel(model), params) if with_draft_model else (PromptLookup(), None)
-    config = GenerateConfig(max_new_tokens=32, num_speculative_tokens=3, cache_capacity=CAPACITY, prefill_chunk_size=prefill_chunk_size)
+    config = GenerateConfig(
+        max_new_tokens=32, num_speculative_tokens=3, cache_capacity=CAPACITY, prefill_chunk_size=prefill_chunk_size, sparsity=sparsity
+    )
     request, static = prepare_call(
         model,
         drafter,
@@ -92,6 +114,32 @@ def test_no_cache_is_copied_or_transposed_in_bfloat16(batch_size):
 def test_no_cache_is_copied_in_a_chunked_prefill():
     text = compiled_text(batch_size=2, dtype=jnp.float32, with_draft_model=True, prefill_chunk_size=16)
     assert not moves_of_the_cache(text, 2, "copy|copy-start|transpose|convert")
+
+
+@pytest.mark.parametrize("batch_size", [1, pytest.param(5, marks=pytest.mark.full)])
+def test_no_cache_is_copied_or_transposed_by_sparse_attention(batch_size):
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=False, prefill_chunk_size=16, sparsity=SPARSE)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
+    # Nor is any of it computed with: the only things of its size are the cache itself and its writes.
+    assert not moves_of_the_cache(text, batch_size, "dot|multiply|add|select|concatenate|pad")
+
+
+@pytest.mark.parametrize("batch_size", [1, pytest.param(5, marks=pytest.mark.full)])
+def test_no_cache_is_copied_or_transposed_by_refreshes(batch_size):
+    sparsity = dataclasses.replace(SPARSE, refresh_every=3)
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=False, prefill_chunk_size=16, sparsity=sparsity)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "with_draft_model"),
+    [(1, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, True), (5, False), (5, True)))],
+)
+def test_no_cache_is_copied_or_transposed_by_two_levels(batch_size, with_draft_model):
+    # Loops of one turn stand where a condition would copy what its branches write.
+    sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=2))
+    text = compiled_text(batch_size=batch_size, dtype=jnp.float32, with_draft_model=with_draft_model, sparsity=sparsity)
+    assert not moves_of_the_cache(text, batch_size, "copy|copy-start|transpose|convert")
 
 
 @pytest.mark.full

@@ -14,9 +14,12 @@ from specjax import (
     DraftModel,
     GenerateConfig,
     GenerateOutput,
+    Lossless,
     PromptLookup,
     RejectionSampling,
     SamplingParams,
+    SparseAttention,
+    SparsityConfig,
     SyntheticAcceptance,
     TypicalAcceptance,
     speculative_generate,
@@ -80,6 +83,17 @@ def test_rows_of_one_prompt_draw_different_texts() -> None:
 def test_no_key_is_used_twice(rule: Any) -> None:
     model, params = random_model(tiny_config(num_layers=1), seed=2)
     config = GenerateConfig(max_new_tokens=8, num_speculative_tokens=2, do_sample=True, verification=rule)
+    with jax.debug_key_reuse(True):
+        output = speculative_generate(model, params, DraftModel(model), params, [[1, 2]], config=config, rng=jax.random.key(0))
+    assert output.lengths.tolist() == [8]
+
+
+@pytest.mark.full
+def test_sparse_steps_and_the_dense_passes_that_check_them_share_no_key() -> None:
+    model, params = random_model(tiny_config(num_layers=1), seed=2)
+    attention = SparseAttention(block_size=2, keep=0.0, dense_below=0)
+    sparsity = SparsityConfig(attention=attention, lossless=Lossless(max_steps=2, step_cost=0.2))
+    config = GenerateConfig(max_new_tokens=8, num_speculative_tokens=2, do_sample=True, sparsity=sparsity)
     with jax.debug_key_reuse(True):
         output = speculative_generate(model, params, DraftModel(model), params, [[1, 2]], config=config, rng=jax.random.key(0))
     assert output.lengths.tolist() == [8]

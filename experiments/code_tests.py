@@ -1,0 +1,102 @@
+"""Whether generated code passes its tests (pass@1), each program in a process of its own with limits of time and memory.
+
+The process runs an isolated interpreter in a folder that is deleted afterwards, without this one's environment or input. That keeps honest
+mistakes from harm: endless loops, runaway memory, large files. It is no jail for code that means harm, and does not cut off the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+# What begins at the margin behind a completed function: the completion is over.
+_NEXT_STATEMENT = re.compile(r"\n(?=(?:def|class|if|print|assert|for|import|from)\b|[#@`])")
+# A status that no program ends with by chance or by `sys.exit()`.
+_PASSED = 117
+
+# Limits are set in the process itself, before the program: a function run between fork and exec could block in a process with threads.
+_RUNNER = """
+import os, resource, sys
+end, (seconds, memory, size) = os._exit, map(int, sys.argv[1:])
+for name, limit in (("CPU", seconds), ("AS", memory), ("FSIZE", size), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+exec(compile(sys.stdin.read(), "program", "exec"), {"__name__": "__main__"})
+end(%d)
+"""
+
+
+def passes(program: str, *, seconds: float = 10.0, memory_bytes: int = 1 << 30) -> bool:
+    """Runs a program, tests at its end, and says whether it reached the end without an error.
+
+    Args:
+        program: Python source.
+        seconds: Wall time that it may take, interpreter's start included.
+        memory_bytes: Address space that it may take.
+
+    Raises:
+        ValueError: A limit that is not positive.
+    """
+    if seconds <= 0 or memory_bytes <= 0:
+        raise ValueError(f"limits must be positive, got {seconds=} and {memory_bytes=}")
+    limits = (int(seconds) + 1, memory_bytes, 1 << 20)
+    with tempfile.TemporaryDirectory() as folder:
+        # -I: neither the environment nor the user's packages; -S: no installed ones; -B: no bytecode.
+        command = [sys.executable, "-I", "-S", "-B", "-c", _RUNNER % _PASSED, *map(str, limits)]
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what it starts can be ended with it
+        )
+        try:
+            process.communicate(program.encode("utf-8", "replace"), timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end_all(process)
+    return process.returncode == _PASSED
+
+
+def _end_all(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and so has all that it started
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def code_of(answer: str) -> str:
+    """The code in a chat model's answer: its first fenced block, to the end where the fence is left open; without one, all of it."""
+    fenced = _FENCED.search(answer)
+    return fenced[1] if fenced else answer
+
+
+def human_eval_program(problem: dict, answer: str) -> str:
+    """The program that a HumanEval problem's test makes of an answer.
+
+    Args:
+        problem: A line of the set: `prompt`, `entry_point`, `test`.
+        answer: A whole function in a fenced block or bare, or the rest of the prompt's.
+    """
+    code = code_of(answer)
+    whole = re.search(rf"^(?:async )?def {re.escape(problem['entry_point'])}\b", code, re.MULTILINE)
+    # The prompt stands first in both cases: its imports and helpers count for a whole function too, which replaces its own.
+    completed = f"{problem['prompt']}    pass\n\n{code}" if whole else problem["prompt"] + _NEXT_STATEMENT.split(code)[0]
+    return f"{completed}\n\n{problem['test']}\n\ncheck({problem['entry_point']})\n"
+
+
+def mbpp_program(problem: dict, answer: str) -> str:
+    """The program that an MBPP problem's asserts make of an answer.
+
+    Args:
+        problem: A line of the set: `test_list`, `test_setup_code`.
+        answer: The code, in a fenced block or bare.
+    """
+    return "\n".join([code_of(answer), problem.get("test_setup_code") or "", *problem["test_list"], ""])

@@ -1,0 +1,269 @@
+"""One task decoded plainly, with dense verification and with sparse ones, and the rows that come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.acceptance import end_of_text
+from experiments.bootstrap import paired_interval
+from experiments.decoding import Decoded, Decoder
+from experiments.experiment import ExperimentError
+from experiments.models import LoadedDrafter, Model
+from experiments.sparse_settings import DENSE, NamedSparsity
+from experiments.tasks import Example, Task
+from experiments.teacher_forced import ForcedSums, teacher_forced
+from specjax import GenerateConfig, SparsityConfig
+from specjax.capacity import bucket
+from specjax.verification.calibration import MLPSamples, sample_mlp
+
+# The metric of what really follows a text.
+NATS_PER_TOKEN = "nats_per_token"
+# A text of so many tokens settles medians and quantiles to a percent or two.
+_CALIBRATION_ROWS, _CALIBRATION_TOKENS = 16, 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What decodes, and how.
+
+    Attributes:
+        target: With a tokenizer.
+        drafter: `None` decodes plainly.
+        num_speculative_tokens: G.
+        new_tokens: Limit a prompt.
+        batch: Prompts decoded together.
+        repeats: Timed runs a batch.
+        resamples: Of the bootstrap.
+        implementation: Attention implementation, for the rows.
+    """
+
+    target: Model
+    drafter: LoadedDrafter | None
+    num_speculative_tokens: int
+    new_tokens: int
+    batch: int
+    repeats: int
+    resamples: int
+    implementation: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a verification."""
+        return 1 if self.drafter is None else self.num_speculative_tokens + 1
+
+    def decoder(self, width: int, sparsity: SparsityConfig = DENSE, *, plain: bool = False) -> Decoder:
+        """Compiles a program."""
+        drafter = None if plain else self.drafter
+        static = GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
+        return Decoder(
+            self.target,
+            None if drafter is None else drafter.drafter,
+            None if drafter is None else drafter.params,
+            config=static,
+            batch=self.batch,
+            width=width,
+            eos_token_ids=end_of_text(self.target),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A task, and what plain decoding and dense verification make of it.
+
+    Attributes:
+        pair: What decodes.
+        task: The task.
+        prompts: Token ids.
+        tokenizer: The target's.
+        width: Columns that prompts are padded to.
+        prefill_seconds: What the prompts take up to their first tokens.
+        plain_tokens_per_s: Plain decoding from there on; `None` if lost in noise.
+        dense: Dense verification.
+        scores: By metric, of its answers, a score an example.
+    """
+
+    pair: Pair
+    task: Task
+    prompts: list[list[int]]
+    tokenizer: Any
+    width: int
+    prefill_seconds: float
+    plain_tokens_per_s: float | None
+    dense: Decoded
+    scores: dict[str, list[float]]
+
+    @classmethod
+    def build(cls, pair: Pair, task: Task, prompts: list[list[int]], tokenizer: Any) -> Comparison:
+        """Decodes plainly, and with dense verification.
+
+        Raises:
+            ExperimentError: A prompt and what follows it exceed the target's window.
+        """
+        continuations = [follows(example, tokenizer) for example in task.examples]
+        check_window(pair.target, prompts, max(pair.new_tokens, *map(len, continuations)))
+        width = bucket(max(map(len, prompts)))
+        decoder = pair.decoder(width)
+        dense = decoder(prompts, repeats=pair.repeats)
+        prefill_seconds = decoder.prefill_seconds(prompts, repeats=pair.repeats)  # behind it: the first calls of all are slower
+        plain = dense if pair.drafter is None else pair.decoder(width, plain=True)(prompts, repeats=pair.repeats)
+        return cls(
+            pair=pair,
+            task=task,
+            prompts=prompts,
+            tokenizer=tokenizer,
+            width=width,
+            prefill_seconds=prefill_seconds,
+            plain_tokens_per_s=decoding_speed(plain, prefill_seconds),
+            dense=dense,
+            scores=score(task, dense, tokenizer),
+        )
+
+    def dense_rows(self) -> Iterator[dict]:
+        """A row a metric for dense verification."""
+        scores = self.scores or {NATS_PER_TOKEN: _nll(self._forced(DENSE), "nll_dense")}
+        for metric, values in scores.items():
+            mean = float(np.mean(values))
+            measured = {"token_agreement": 1.0, "kl": 0.0, "keep_ratio": 1.0, "flops_ratio": 1.0, "bytes_ratio": 1.0}
+            yield self._row("dense", "", "", metric, (mean, mean, (0.0, 0.0)), self.dense, measured)
+
+    def sparse_rows(self, named: NamedSparsity) -> Iterator[dict]:
+        """A row a metric for a sparse setting."""
+        decoded = self.pair.decoder(self.width, named.sparsity)(self.prompts, repeats=self.pair.repeats)
+        forced = self._forced(named.sparsity)
+        sums = functools.reduce(operator.add, forced)
+        measured = {"token_agreement": sums.mean("agreed"), "kl": sums.mean("kl"), **kept_and_work(decoded)}
+        if self.scores:
+            ours = score(self.task, decoded, self.tokenizer)
+            pairs = {metric: (self.scores[metric], values) for metric, values in ours.items()}
+        else:
+            pairs = {NATS_PER_TOKEN: (_nll(forced, "nll_dense"), _nll(forced, "nll_sparse"))}
+        for metric, (dense, sparse) in pairs.items():
+            interval = paired_interval(dense, sparse, resamples=self.pair.resamples)
+            scores = (float(np.mean(dense)), float(np.mean(sparse)), interval)
+            yield self._row(named.method, named.setting, named.reuse, metric, scores, decoded, measured)
+
+    def _row(self, method, setting, reuse, metric, scores, decoded: Decoded, measured: dict[str, float]) -> dict:
+        dense_score, sparse_score, interval = scores
+        speed = decoding_speed(decoded, self.prefill_seconds)
+        pair = self.pair
+        return {
+            "target": pair.target.name,
+            "drafter": "none" if pair.drafter is None else pair.drafter.name,
+            "method": method,
+            "setting": setting,
+            "reuse": reuse,
+            "dataset": self.task.name,
+            "prompts": len(self.prompts),
+            "context": float(np.mean([len(prompt) for prompt in self.prompts])),
+            "metric": metric,
+            "score_dense": dense_score,
+            "score_sparse": sparse_score,
+            "score_difference_interval": list(interval),
+            "token_agreement": measured["token_agreement"],
+            "kl": measured["kl"],
+            "mean_acceptance_length_dense": float(self.dense.statistics.mean_acceptance_length),
+            "mean_acceptance_length_sparse": float(decoded.statistics.mean_acceptance_length),
+            "keep_ratio": measured["keep_ratio"],
+            "flops_ratio": measured["flops_ratio"],
+            "bytes_ratio": measured["bytes_ratio"],
+            "tokens_per_s": speed,
+            "speedup_over_autoregressive": ratio(speed, self.plain_tokens_per_s),
+            "weights": pair.target.weights,
+            "implementation": pair.implementation,
+            "synthetic": False,
+        }
+
+    def _forced(self, sparsity: SparsityConfig) -> list[ForcedSums]:
+        """The sparse target beside the dense one, along each example's text: what dense verification wrote, or what really follows."""
+        sums = []
+        for prompt, example, answer in zip(self.prompts, self.task.examples, self.dense.tokens, strict=True):
+            answer = follows(example, self.tokenizer) or answer
+            if len(answer) >= 2:  # the first comes out of the prefill, which is dense
+                options = dict(start=len(prompt), num_rows=self.pair.num_rows)
+                target = self.pair.target
+                sums.append(teacher_forced(target.model, target.params, sparsity, [*prompt, *answer], **options))
+        if not sums:
+            raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
+        return sums
+
+
+def follows(example: Example, tokenizer: Any) -> list[int]:
+    """The tokens that really follow an example; none where an answer is wanted."""
+    return tokenizer(example.continuation, add_special_tokens=False)["input_ids"] if example.continuation else []
+
+
+def check_window(target: Model, prompts: Sequence[Sequence[int]], num_new: int) -> None:
+    """Whether prompts and what follows them fit a target.
+
+    Raises:
+        ExperimentError: They do not.
+    """
+    window, longest = target.model.config.max_position_embeddings, max(map(len, prompts))
+    if longest + num_new > window:
+        raise ExperimentError(
+            f"a prompt of {longest} tokens and {num_new} that follow exceed the target's window of {window}: lower max_prompt_tokens"
+        )
+
+
+def score(task: Task, decoded: Decoded, tokenizer: Any) -> dict[str, list[float]]:
+    """By metric, a score an example."""
+    answers = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in decoded.tokens]
+    return {
+        metric: [example.scores[metric](answer) for example, answer in zip(task.examples, answers, strict=True)] for metric in task.metrics
+    }
+
+
+def decoding_speed(decoded: Decoded, prefill_seconds: float) -> float | None:
+    """Tokens a second, from each prompt's first token on (which the prefill brings, and which does not count); `None` if lost in noise."""
+    tokens, seconds = decoded.num_tokens - sum(bool(row) for row in decoded.tokens), decoded.seconds - prefill_seconds
+    return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+
+def ratio(speed: float | None, other: float | None) -> float | None:
+    """One speed over another; `None` where either was lost."""
+    return None if speed is None or other is None else speed / other
+
+
+def keep_ratio(summary: dict[str, Any]) -> float:
+    """What sparse passes kept, as measured: of the cache where attention is sparse, else of experts or channels; 1 if there were none."""
+    kept = (summary[name]["keep_ratio"] for name in ("sparse_attention", "sparse_moe", "sparse_ffn") if name in summary)
+    return float(next(kept, 1.0))
+
+
+def kept_and_work(decoded: Decoded) -> dict[str, float]:
+    """Measured shares of the mean verification pass over a dense one."""
+    summary = decoded.statistics.summary()
+    total = summary["step_work"]["total"]
+    return {
+        "keep_ratio": keep_ratio(summary),
+        "flops_ratio": total["flops"] / total["dense_flops"],
+        "bytes_ratio": total["bytes"] / total["dense_bytes"],
+    }
+
+
+def sample_texts(target: Model, path: Path) -> MLPSamples:
+    """What the target's networks do on the beginning of a text.
+
+    Raises:
+        ExperimentError: There is no such file, or it is too short.
+    """
+    if not path.is_file() or target.checkpoint is None:
+        raise ExperimentError(f"thresholds of experts are found on texts: give calibration_text=FILE, got {str(path)!r}")
+    tokens = target.checkpoint.tokenizer()(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    length = min(_CALIBRATION_TOKENS, target.model.config.max_position_embeddings, len(tokens))
+    rows = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)][:_CALIBRATION_ROWS]
+    if not rows:
+        raise ExperimentError(f"{path.name} is empty")
+    return sample_mlp(target.model, target.params, [(jnp.asarray([row], jnp.int32), None) for row in rows])
+
+
+def _nll(forced: Sequence[ForcedSums], name: str) -> list[float]:
+    return [sums.mean(name) for sums in forced]

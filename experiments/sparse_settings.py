@@ -1,0 +1,232 @@
+"""Sparse verifications by words of the command line: attention, channels, experts and all of them, from mild to harsh, and controls.
+
+A control keeps as many blocks of the cache as the attention that it stands beside, and chooses them without looking: the latest ones
+("window"), or by lot ("random").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.experiment import ExperimentError, path_field
+from specjax import ModelConfig, Reuse, SparseAttention, SparsityConfig
+from specjax.verification.calibration import MLPSamples
+from specjax.verification.sparse_ffn import SparseFFN
+from specjax.verification.sparse_moe import SparseMoE
+
+DENSE = SparsityConfig()
+CONTROLS = ("window", "random")
+# What rows say of a reuse: which draft tokens, and which layers, share a choice of blocks.
+REUSES = {"none": "none", "tokens": "draft tokens", "layers": "layers", "both": "draft tokens and layers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseWords:
+    """Settings that experiments of sparse verification share.
+
+    Attributes:
+        attention: Shares of the context beyond `dense_below` that attention keeps, mild to harsh.
+        reuse: For each of those: "none" (each draft token reads its own choice in each layer), "tokens" (all read the pending token's),
+            "layers" (layers read what the anchor before them chose), "both".
+        controls: At the same shares: "window", "random".
+        ffn: Shares of channels that feed-forward networks keep. In a dense model the rows of a pass share them; in a mixture of experts
+            each token has its own, by thresholds that are first found on texts.
+        moe: Most experts that a token skips, by thresholds that are found likewise.
+        hybrid: Several at once: share of attention, share of channels and skipped experts, joined with `+`; `-` is dense. `0.25+0.6+-`.
+        block_size: Tokens a block.
+        dense_below: Contexts of up to so many tokens are read whole.
+        anchors: Layers that choose, where layers reuse; none given are those of `calibration`, or else the first three and every fourth.
+        refresh_every: Every so many steps one is dense, and replaces what sparse ones wrote; 0 is never. Not of calibrated settings.
+        calibration: The JSON of the experiment `calibrate`, for anchors, for thresholds, and for `agreements`.
+        agreements: Settings out of it: the cheapest that agrees with dense passes as often as this.
+    """
+
+    attention: tuple[float, ...] = (0.5, 0.25, 0.1)
+    reuse: tuple[str, ...] = ("none", "tokens", "layers", "both")
+    controls: tuple[str, ...] = CONTROLS
+    ffn: tuple[float, ...] = ()
+    moe: tuple[int, ...] = ()
+    hybrid: tuple[str, ...] = ()
+    block_size: int = 64
+    dense_below: int = 2048
+    anchors: tuple[int, ...] = ()
+    refresh_every: int = 0
+    calibration: str | None = path_field()
+    agreements: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, known in (("reuse", tuple(REUSES)), ("controls", CONTROLS)):
+            unknown = [word for word in getattr(self, name) if word not in known]
+            if unknown:
+                raise ExperimentError(f"{name} must be some of {', '.join(known)}, got {', '.join(unknown)}")
+
+        if self.agreements and self.calibration is None:
+            raise ExperimentError("agreements are those of a calibration: give calibration=FILE")
+
+    def needs_samples(self, model: ModelConfig) -> bool:
+        """Whether thresholds have to be found on texts: where they are read, and no calibration has them."""
+        if self.calibration is not None:
+            return False
+        hybrids = [_parts(word) for word in self.hybrid]
+        skips = bool(self.moe) or any(part[2] is not None for part in hybrids)
+        return skips or (model.moe is not None and (bool(self.ffn) or any(part[1] is not None for part in hybrids)))
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedSparsity:
+    """A sparse verification, and what rows say of it.
+
+    Attributes:
+        method: attention, window, random, ffn, moe, hybrid or calibrated.
+        setting: The word that it was made from.
+        reuse: Of a choice of blocks; empty where there is none.
+        sparsity: What it leaves out.
+    """
+
+    method: str
+    setting: str
+    reuse: str
+    sparsity: SparsityConfig
+
+    @property
+    def name(self) -> str:
+        """On one line."""
+        return " ".join(filter(None, [self.method, self.setting, f"(reuse: {self.reuse})" if self.reuse else ""]))
+
+
+def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples | None = None) -> list[NamedSparsity]:
+    """All that the words ask for, method by method and each from its first word on.
+
+    Args:
+        words: The words.
+        model: The target's shape.
+        samples: What its networks do on texts; `None` where `words.needs_samples` is false.
+
+    Raises:
+        ExperimentError: A share or number that does not fit the model, or a calibration that has not what is asked for.
+    """
+    try:
+        known = None if words.calibration is None else Calibration(words.calibration)
+        makes = _Maker(words, model, known or samples, known.anchors if known is not None and not words.anchors else words.anchors)
+        found = [makes.attention(keep, reuse) for keep in words.attention for reuse in words.reuse]
+        found += [makes.control(keep, control) for keep in words.attention for control in words.controls]
+        found += [NamedSparsity("ffn", f"{keep:g}", "", SparsityConfig(ffn=makes.channels(keep))) for keep in words.ffn]
+        found += [NamedSparsity("moe", f"{most}", "", SparsityConfig(moe=makes.experts(most))) for most in words.moe]
+        found += [makes.hybrid(word) for word in words.hybrid]
+        if words.refresh_every:
+            refreshed = [dataclasses.replace(named.sparsity, refresh_every=words.refresh_every) for named in found]
+            found = [dataclasses.replace(named, sparsity=sparsity) for named, sparsity in zip(found, refreshed, strict=True)]
+        found += [_calibrated(words, agreement) for agreement in words.agreements]
+        for named in found:
+            named.sparsity.check(model)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
+    return found
+
+
+def default_anchors(model: ModelConfig, sparsity: SparsityConfig) -> tuple[int, ...]:
+    """Of the layers with sparse attention the first three, whose choices are known to differ most, and then every fourth."""
+    layers = sparsity.attention_layers(model)
+    return layers[:3] + layers[3::4]
+
+
+class Calibration:
+    """Anchors and thresholds out of the JSON that the experiment `calibrate` wrote.
+
+    Args:
+        path: Where it is.
+
+    Attributes:
+        anchors: Layers that choose; empty if it looked for none.
+
+    Raises:
+        ExperimentError: No such file, or none of `calibrate`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            rows = {row["kind"]: row for row in json.loads(Path(path).expanduser().read_text(encoding="utf-8"))["rows"]}
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ExperimentError(f"calibration={path} is none: {error}") from None
+        self.anchors: tuple[int, ...] = tuple(rows.get("selection", {}).get("anchors", ()))
+        self._thresholds: dict[str, Any] = rows.get("thresholds", {})
+
+    def tau(self, keep: float) -> list[float]:
+        """A threshold a layer, for a share of channels that it was asked for."""
+        known = {float(share): values for share, values in self._thresholds.get("tau", {}).items()}
+        if keep not in known:
+            raise ExperimentError(
+                f"the calibration has thresholds for shares of channels {', '.join(map(str, known)) or 'none'}, not {keep}"
+            )
+        return known[keep]
+
+    def beta(self) -> list[list[float]]:
+        """The thresholds of experts, a layer."""
+        if self._thresholds.get("beta") is None:
+            raise ExperimentError("the calibration has no thresholds of experts")
+        return self._thresholds["beta"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    words: SparseWords
+    model: ModelConfig
+    thresholds: MLPSamples | Calibration | None
+    anchors: tuple[int, ...]
+
+    def blocks(self, keep: float, **changes: Any) -> SparseAttention:
+        return SparseAttention(block_size=self.words.block_size, keep=keep, dense_below=self.words.dense_below, **changes)
+
+    def attention(self, keep: float, reuse: str) -> NamedSparsity:
+        sparsity = SparsityConfig(attention=self.blocks(keep, rows="first" if reuse in ("tokens", "both") else "each"))
+        if reuse in ("layers", "both"):
+            sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=self.anchors or default_anchors(self.model, sparsity)))
+        return NamedSparsity("attention", f"{keep:g}", REUSES[reuse], sparsity)
+
+    def control(self, keep: float, control: str) -> NamedSparsity:
+        return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=self.blocks(keep, score=control)))
+
+    def channels(self, keep: float) -> SparseFFN:
+        if self.model.moe is None:
+            return SparseFFN(keep=keep)
+        return SparseFFN(select="threshold", per="token", keep=keep, tau=tuple(map(float, self.known().tau(keep))))
+
+    def experts(self, most: int) -> SparseMoE:
+        return SparseMoE(max_skipped=most, beta=tuple(tuple(map(float, layer)) for layer in self.known().beta()))
+
+    def hybrid(self, word: str) -> NamedSparsity:
+        keep, channels, skipped = _parts(word)
+        sparsity = SparsityConfig(
+            attention=None if keep is None else self.blocks(keep),
+            ffn=None if channels is None else self.channels(channels),
+            moe=None if skipped is None else self.experts(int(skipped)),
+        )
+        return NamedSparsity("hybrid", word, "" if keep is None else REUSES["tokens"], sparsity)
+
+    def known(self) -> MLPSamples | Calibration:
+        if self.thresholds is None:
+            raise ExperimentError(
+                "thresholds of experts and of their channels are found on texts: give calibration_text=FILE or calibration=FILE"
+            )
+        return self.thresholds
+
+
+def _calibrated(words: SparseWords, agreement: float) -> NamedSparsity:
+    assert words.calibration is not None
+    sparsity = SparsityConfig.from_calibration(words.calibration, agreement=agreement)
+    reuse = "" if sparsity.attention is None else REUSES["tokens" if sparsity.reuse.anchors is None else "both"]
+    return NamedSparsity("calibrated", f"agreement {agreement:g}", reuse, sparsity)
+
+
+def _parts(word: str) -> list[float | None]:
+    parts = word.split("+")
+    try:
+        values = [None if part == "-" else float(part) for part in parts]
+    except ValueError:
+        values = []
+    if len(values) != 3 or (values[2] is not None and values[2] != int(values[2])):
+        raise ExperimentError(f"hybrid must be three numbers or - joined with +, as in 0.25+0.6+- or 0.25+-+3, got {word!r}")
+    return values

@@ -1,0 +1,70 @@
+"""How good an answer is, from 0 to 1: ROUGE-L, exact match of a final number, edit similarity and exact match of a line."""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import re
+from collections.abc import Sequence
+
+# A number with thousands separators or without, the sign and decimals included.
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def rouge_l(answer: str, references: Sequence[str]) -> float:
+    """The best F-measure of the longest common subsequence of stemmed words: ROUGE-L as summaries are usually scored.
+
+    Args:
+        answer: What was generated.
+        references: Good answers, at least one.
+
+    Reference: Lin, ROUGE: A Package for Automatic Evaluation of Summaries, 2004; computed by the package rouge-score.
+    """
+    return float(max(_rouge_scorer().score(reference, answer)["rougeL"].fmeasure for reference in references))
+
+
+@functools.cache
+def _rouge_scorer():
+    # Imported here: an extra of the project, which only summaries need.
+    from rouge_score import rouge_scorer
+
+    return rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def final_number(text: str) -> decimal.Decimal | None:
+    """The number that a worked solution ends with: behind the last `####` if there is one, else the last one of all; `None` without any."""
+    found = _NUMBER.findall(text.rpartition("####")[2])
+    return decimal.Decimal(found[-1].replace(",", "")) if found else None
+
+
+def same_number(answer: str, reference: str) -> float:
+    """1 if both end with the same number: exact match as on GSM8K."""
+    ours = final_number(answer)
+    return float(ours is not None and ours == final_number(reference))
+
+
+def first_line(answer: str) -> str:
+    """What a completion says for the line that it was asked for: its first line that is not empty, without the spaces around it."""
+    return next((line.strip() for line in answer.splitlines() if line.strip()), "")
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 if the first lines are the same."""
+    return float(first_line(answer) == first_line(reference))
+
+
+def edit_similarity(answer: str, reference: str) -> float:
+    """`1 - Levenshtein distance / length of the longer` of the first lines; two empty ones are the same."""
+    ours, theirs = first_line(answer), first_line(reference)
+    longer = max(len(ours), len(theirs))
+    return 1 - edit_distance(ours, theirs) / longer if longer else 1.0
+
+
+def edit_distance(first: str, second: str) -> int:
+    """The fewest insertions, deletions and replacements of characters that make one of the other (Levenshtein)."""
+    costs = list(range(len(second) + 1))
+    for row, ours in enumerate(first, 1):
+        diagonal, costs[0] = costs[0], row
+        for column, theirs in enumerate(second, 1):
+            diagonal, costs[column] = costs[column], min(costs[column] + 1, costs[column - 1] + 1, diagonal + (ours != theirs))
+    return costs[-1]

@@ -1,0 +1,79 @@
+"""Attention of T new rows over chosen blocks of a key/value cache: the operation of a sparse verification pass. arXiv:2512.21911."""
+
+from __future__ import annotations
+
+import jax
+
+from specjax.kernels.block_sparse_attention.reference import block_sparse_attention_reference
+
+IMPLEMENTATIONS = ("auto", "reference")
+
+
+def block_sparse_attention(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    block_ids: jax.Array,
+    num_blocks: jax.Array,
+    *,
+    block_size: int,
+    scale: float,
+    step_mask: jax.Array | None = None,
+    row_mask: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Softmax attention of the new rows over the slots of the blocks listed, and to no others.
+
+    Block j is the slots `j * block_size ... (j + 1) * block_size - 1`. Of a listed block, row t of batch row b attends to the slots that
+    `cached_attention` would let it attend to: `s < length[b]`, and among the T new positions those that `step_mask` allows. With every
+    block listed in order the two are one computation. Each row must find a slot that it may attend to (its own block is listed).
+
+    Args:
+        query: `[B,T,N,H]`, after the rotary embedding.
+        keys: `[B,K,S,H]`, the new positions already written; S a multiple of `block_size`. Slots that no row may attend to may be NaN.
+        values: `[B,K,S,H]`, likewise, all finite.
+        length: `[B]` int32, tokens before the new rows.
+        block_ids: `[B,K,C]` int32, from 0 to S / block_size - 1. The first `num_blocks` count and must differ from one another.
+        num_blocks: `[B,K]` int32, from 1 to C.
+        block_size: Slots a block.
+        scale: Factor on the scores.
+        step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
+        row_mask: `[B,K,T,C]` bool, which of the listed blocks each row attends to; `None` is all.
+        implementation: `"auto"` or `"reference"`.
+
+    Returns:
+        `[B,T,N,H]` in the dtype of `query`.
+
+    Raises:
+        ValueError: Shapes that disagree, or an unknown implementation.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"block_sparse_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
+        raise ValueError(
+            f"block_sparse_attention: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}"
+        )
+    if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3] or query.shape[2] % keys.shape[1]:
+        raise ValueError(f"block_sparse_attention: query {query.shape} does not fit keys {keys.shape}: B and H must agree, K divide N")
+    if block_size < 1 or keys.shape[2] % block_size:
+        raise ValueError(f"block_sparse_attention: {keys.shape[2]} slots are not whole blocks of block_size = {block_size}")
+    if block_ids.ndim != 3 or block_ids.shape[:2] != keys.shape[:2] or num_blocks.shape != keys.shape[:2]:
+        raise ValueError(
+            f"block_sparse_attention: expected block_ids [B,K,C] and num_blocks [B,K] for keys {keys.shape}, got {block_ids.shape} and "
+            f"{num_blocks.shape}"
+        )
+    if row_mask is not None and row_mask.shape != (*keys.shape[:2], query.shape[1], block_ids.shape[2]):
+        raise ValueError(f"block_sparse_attention: row_mask must be [B,K,T,C] for {query.shape}, {block_ids.shape}, got {row_mask.shape}")
+    return block_sparse_attention_reference(
+        query,
+        keys,
+        values,
+        length,
+        block_ids,
+        num_blocks,
+        block_size=block_size,
+        scale=scale,
+        step_mask=step_mask,
+        row_mask=row_mask,
+    )

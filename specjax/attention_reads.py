@@ -1,0 +1,90 @@
+"""How much of the key/value cache the passes of decoding read, counted in blocks: the measured side of sparse attention's budget.
+
+What counts is what attention needs: blocks that hold tokens, up to the last row of the pass. An implementation may read more (XLA's dense
+attention reads the capacity) or move data twice (a gather writes what it read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionReads:
+    """Blocks a row and layer, summed over passes; add two with `+`.
+
+    Attributes:
+        blocks_read: `[B,L]` float32, mean over the key/value heads.
+        blocks_scored: `[B,L]` float32, blocks whose summaries were read to choose.
+        blocks_there: `[B,L]` float32, what dense attention reads.
+        num_passes: `[B]` int32.
+        block_bytes: Keys and values of one block, all heads of a layer. Static.
+        summary_bytes: What scoring reads of one block, all heads of a layer. Static.
+    """
+
+    blocks_read: jax.Array
+    blocks_scored: jax.Array
+    blocks_there: jax.Array
+    num_passes: jax.Array
+    block_bytes: int = dataclasses.field(metadata={"static": True})
+    summary_bytes: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def zeros(cls, batch_size: int, num_layers: int, *, block_bytes: int, summary_bytes: int) -> AttentionReads:
+        """No pass yet."""
+        none = jnp.zeros((batch_size, num_layers), jnp.float32)
+        passes = jnp.zeros((batch_size,), jnp.int32)
+        return cls(none, none, none, passes, block_bytes=block_bytes, summary_bytes=summary_bytes)
+
+    def of_rows(self, active: jax.Array) -> AttentionReads:
+        """Only those of the rows that took part, `[B]` bool."""
+        return jax.tree.map(lambda x: jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), self)
+
+    def total(self) -> AttentionReads:
+        """The sum over rows, as one row."""
+        return jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), self)
+
+    def __add__(self, other: AttentionReads) -> AttentionReads:
+        """Row by row."""
+        ours, theirs = ((x.block_bytes, x.summary_bytes, x.blocks_read.shape[1]) for x in (self, other))
+        if ours != theirs:
+            raise ValueError(f"AttentionReads of different settings or models do not add: bytes and layers {ours} and {theirs}")
+        return jax.tree.map(jnp.add, self, other)
+
+    @property
+    def keep_ratio(self) -> jax.Array:
+        """Blocks read / blocks there, over all rows, passes and layers; 1 where nothing was there."""
+        return _ratio(self.blocks_read.sum(), self.blocks_there.sum())
+
+    @property
+    def keep_ratio_per_layer(self) -> jax.Array:
+        """`[L]`; 1 in layers that stay dense."""
+        return _ratio(self.blocks_read.sum(axis=0), self.blocks_there.sum(axis=0))
+
+    @property
+    def kv_bytes_per_pass(self) -> jax.Array:
+        """Bytes of keys, values and summaries that one pass reads for one row, all layers: the mean over passes."""
+        bytes_read = self.blocks_read.sum() * self.block_bytes + self.blocks_scored.sum() * self.summary_bytes
+        return bytes_read / jnp.maximum(self.num_passes.sum(), 1)
+
+    @property
+    def dense_kv_bytes_per_pass(self) -> jax.Array:
+        """What dense attention would read."""
+        return self.blocks_there.sum() * self.block_bytes / jnp.maximum(self.num_passes.sum(), 1)
+
+    def summary(self) -> dict:
+        """Plain numbers, for printing and JSON."""
+        return {
+            "keep_ratio": float(self.keep_ratio),
+            "keep_ratio_per_layer": [float(x) for x in self.keep_ratio_per_layer],
+            "kv_bytes_per_pass": float(self.kv_bytes_per_pass),
+            "dense_kv_bytes_per_pass": float(self.dense_kv_bytes_per_pass),
+        }
+
+
+def _ratio(read: jax.Array, there: jax.Array) -> jax.Array:
+    return jnp.where(there > 0, read / jnp.maximum(there, 1), 1.0)

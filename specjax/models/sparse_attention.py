@@ -1,0 +1,154 @@
+"""Sparse attention inside the decoder: which layers choose blocks, which reuse a choice, and how much was read. arXiv:2512.21911.
+
+Lossy wherever a block is left out. A layer's rows are written to the cache first; then they attend to chosen blocks of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.attention_reads import AttentionReads
+from specjax.attention_sparsity import SparseAttention
+from specjax.config import ModelConfig
+from specjax.kernels.block_sparse_attention import block_sparse_attention
+from specjax.models.attention import Attend, written_layer
+from specjax.models.block_selection import Selection, rows_that_count, select_blocks
+from specjax.models.block_summaries import BlockSummaries
+from specjax.models.kv_cache import KVCache, LayerCache
+from specjax.sparsity import SparsityConfig
+
+
+def prepare_cache(cache: KVCache, sparsity: SparsityConfig, model: ModelConfig) -> KVCache:
+    """The same cache with the block summaries that sparse passes read, and without any others; computed only where they are not there.
+
+    Args:
+        cache: Any, of this model; its capacity must be whole blocks where attention is sparse.
+        sparsity: What the passes over it will leave out.
+        model: The model's shape.
+    """
+    settings = sparsity.attention
+    if settings is None or settings.summary is None:
+        return dataclasses.replace(cache, summaries=None)
+    kind, size, layers = settings.summary, settings.block_size, sparsity.choosing_layers(model)
+    if cache.summaries is not None and cache.summaries.fits(kind=kind, block_size=size, layers=layers):
+        return cache
+    return dataclasses.replace(cache, summaries=BlockSummaries.of(cache, kind=kind, block_size=size, layers=layers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparsePass:
+    """One pass over T rows of a cache, as its layers see it.
+
+    Attributes:
+        sparsity: What is left out; its `attention` is not `None`.
+        model: The model's shape.
+        cache: The cache before the pass.
+        num_rows: T.
+        counted: `[B,T]` bool, rows whose queries count in a choice; `None` is all.
+        step_mask: `[T,T]` bool among the new rows; `None` is causal.
+        implementation: Passed to `block_sparse_attention`.
+
+    Raises:
+        ValueError: A cache that is not whole blocks or lacks the summaries that the score reads.
+    """
+
+    sparsity: SparsityConfig
+    model: ModelConfig
+    cache: KVCache
+    num_rows: int
+    counted: jax.Array | None
+    step_mask: jax.Array | None
+    implementation: str
+
+    def __post_init__(self) -> None:
+        size, summaries = self.settings.block_size, self.cache.summaries
+        if self.cache.capacity % size:
+            raise ValueError(f"sparse attention needs a cache of whole blocks of {size}, got {self.cache.capacity} slots")
+        kind, layers = self.settings.summary, self.sparsity.choosing_layers(self.model)
+        if kind is not None and (summaries is None or not summaries.fits(kind=kind, block_size=size, layers=layers)):
+            raise ValueError(f"the cache has no {kind!r} summaries of blocks of {size} for layers {layers}: see prepare_cache")
+
+    @property
+    def settings(self) -> SparseAttention:
+        """The settings of sparse attention."""
+        assert self.sparsity.attention is not None
+        return self.sparsity.attention
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer leaves anything out. Where the budget holds every block of the cache none does: there is nothing to choose."""
+        most = self.settings.max_chosen(capacity=self.cache.capacity, num_rows=self.num_rows)
+        return most < self.cache.capacity // self.settings.block_size and layer in self.sparsity.attention_layers(self.model)
+
+    def attend(self, layer: int, earlier: list[LayerCache]) -> Attend:
+        """Attention of a sparse layer; kept is its `LayerCache`.
+
+        Args:
+            layer: Which.
+            earlier: What the layers before it kept: the choice of the nearest anchor is among them.
+        """
+        settings, anchor = self.settings, self.sparsity.reuse.anchor(layer)
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, LayerCache]:
+            assert sinks is None
+            kept, length = written_layer(self.cache, layer, key, value), self.cache.length
+            if anchor == layer:
+                selection = select_blocks(settings, query, kept.keys, kept.summaries, length, layer=layer, counted=self.counted)
+            else:
+                selection = earlier[anchor].selection
+            assert isinstance(selection, Selection)
+            mixed = block_sparse_attention(
+                query,
+                kept.keys,
+                kept.values,
+                length,
+                selection.block_ids,
+                selection.num_blocks,
+                block_size=settings.block_size,
+                scale=query.shape[-1] ** -0.5,
+                step_mask=self.step_mask,
+                row_mask=selection.row_mask,
+                implementation=self.implementation,
+            )
+            return mixed, dataclasses.replace(kept, selection=selection)
+
+        return attend
+
+    def reads(self, layers: list[LayerCache]) -> AttentionReads:
+        """What the pass read, from what all layers kept."""
+        settings, length = self.settings, self.cache.length
+        size = settings.block_size
+        there = -(-(length + rows_that_count(self.num_rows, self.counted)) // size).astype(jnp.float32)
+        full = (length // size).astype(jnp.float32)
+        none, read, scored = jnp.zeros_like(there), [], []
+        for layer, kept in enumerate(layers):
+            read.append(there if kept.selection is None else kept.selection.num_blocks.astype(jnp.float32).mean(axis=1))
+            chose = kept.selection is not None and self.sparsity.reuse.anchor(layer) == layer and settings.scores_queries
+            scored.append(full if chose else none)
+        zeros = no_reads(self.cache, settings)
+        return dataclasses.replace(
+            zeros,
+            blocks_read=jnp.stack(read, axis=1),
+            blocks_scored=jnp.stack(scored, axis=1),
+            blocks_there=jnp.stack([there] * len(layers), axis=1),
+            num_passes=jnp.ones_like(zeros.num_passes),
+        )
+
+
+def dense_reads(cache: KVCache, settings: SparseAttention, num_rows: int) -> AttentionReads:
+    """What a dense pass over a cache and `num_rows` new rows reads, counted in the blocks of sparse ones."""
+    zeros = no_reads(cache, settings)
+    there = -(-(cache.length + num_rows) // settings.block_size).astype(jnp.float32)
+    blocks = jnp.broadcast_to(there[:, None], zeros.blocks_there.shape)
+    return dataclasses.replace(zeros, blocks_read=blocks, blocks_there=blocks, num_passes=jnp.ones_like(zeros.num_passes))
+
+
+def no_reads(cache: KVCache, settings: SparseAttention) -> AttentionReads:
+    """The count before the first pass over a cache."""
+    batch_size, num_kv_heads, _, head_dim = cache.keys[0].shape
+    vector = num_kv_heads * head_dim * cache.keys[0].dtype.itemsize  # bytes of one key, all heads
+    vectors_scored = {"mean": 1, "bounds": 2, "oracle": settings.block_size}.get(settings.score, 0)
+    sizes = dict(block_bytes=2 * settings.block_size * vector, summary_bytes=vectors_scored * vector)
+    return AttentionReads.zeros(batch_size, len(cache.keys), **sizes)

@@ -1,0 +1,242 @@
+"""What the sparse passes of decoding kept and what that comes to: operations and bytes a step by component, sparse beside dense.
+
+Measured are the shares of channels and the experts, and, by `AttentionReads`, the keys; `specjax.verification.work` makes operations and
+bytes of their means. Of experts whose channels are left out for each token by itself all channels count as read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.attention_reads import AttentionReads
+from specjax.verification.sparse_ffn import FeedForwardWork
+from specjax.verification.sparse_moe import ExpertWork
+from specjax.verification.work import Kept, PassWork, Work, expected_distinct_experts, pass_work
+
+if TYPE_CHECKING:
+    from specjax.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetPass:
+    """One pass of the target, to be counted.
+
+    Attributes:
+        reads: What attention read; `None` where all of it is dense.
+        mlp_work: What it kept of the rest, a layer; `None` for a layer of which it kept all.
+        context: `[B]` int32, tokens that stood before it.
+        num_tokens: T, rows.
+    """
+
+    reads: AttentionReads | None
+    mlp_work: tuple[FeedForwardWork | ExpertWork | None, ...]
+    context: jax.Array
+    num_tokens: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassCounts:
+    """Sums over a row's passes; two of the same target add up with `+`. L are the model's layers.
+
+    Attributes:
+        num_passes: `[B]` int32, passes that the row took part in.
+        passes: `[B]` float32, the row's part of them: each pass is shared evenly by the rows that took part.
+        tokens: `[B]` float32, rows of those passes, T each.
+        context: `[B]` float32, tokens that stood before them.
+        channels_computed: `[B,L]` float32, share of the channels that a token computes.
+        channels_read: `[B,L]` float32, share that any token of the row computes.
+        experts_per_token: `[B,L]` float32.
+        distinct_experts: `[B,L]` float32, the row's part of those that passes read.
+        model: The target's shape. Static.
+        measured: For each layer what of it was measured: some of `"channels"` and `"experts"`. Static.
+        weight_bytes: A weight's. Static.
+        cache_bytes: A key's or value's number. Static.
+    """
+
+    num_passes: jax.Array
+    passes: jax.Array
+    tokens: jax.Array
+    context: jax.Array
+    channels_computed: jax.Array
+    channels_read: jax.Array
+    experts_per_token: jax.Array
+    distinct_experts: jax.Array
+    model: ModelConfig = dataclasses.field(metadata={"static": True})
+    measured: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
+    weight_bytes: int = dataclasses.field(metadata={"static": True})
+    cache_bytes: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def zeros(
+        cls, batch_size: int, *, model: ModelConfig, measured: tuple[tuple[str, ...], ...], weight_bytes: int, cache_bytes: int
+    ) -> PassCounts:
+        """No pass yet."""
+        row, layers = jnp.zeros((batch_size,), jnp.float32), jnp.zeros((batch_size, model.num_layers), jnp.float32)
+        return cls(
+            num_passes=row.astype(jnp.int32),
+            passes=row,
+            tokens=row,
+            context=row,
+            channels_computed=layers,
+            channels_read=layers,
+            experts_per_token=layers,
+            distinct_experts=layers,
+            model=model,
+            measured=measured,
+            weight_bytes=weight_bytes,
+            cache_bytes=cache_bytes,
+        )
+
+    def record(self, target_pass: TargetPass, *, active: jax.Array) -> PassCounts:
+        """Counts one pass.
+
+        Args:
+            target_pass: The pass.
+            active: `[B]` bool, rows that took part.
+        """
+        work, num_tokens = target_pass.mlp_work, target_pass.num_tokens
+        part = active / jnp.maximum(active.sum(), 1)
+
+        def stack(kind: str, name: str, whole: jax.Array) -> jax.Array:
+            layers = [getattr(x, name, None) if kind in self.measured[i] else None for i, x in enumerate(work)]
+            return jnp.stack([jnp.broadcast_to(whole if x is None else x, active.shape) for x in layers], axis=1)
+
+        # A layer of which a pass keeps all (that of a refresh does) computes every channel, and takes the experts that the model does.
+        one, moe = jnp.float32(1), self.model.moe
+        taken = 0 if moe is None else moe.num_experts_per_token
+        distinct = 0 if moe is None else expected_distinct_experts(moe.num_experts, taken, num_tokens * active.sum())
+        mask = active[:, None]
+        counts = dict(
+            num_passes=active,
+            passes=part,
+            tokens=active * num_tokens,
+            context=active * target_pass.context,
+            channels_computed=mask * stack("channels", "channels", one),
+            channels_read=mask * stack("channels", "channels_read", one),
+            experts_per_token=mask * stack("experts", "experts_per_token", jnp.float32(taken)),
+            distinct_experts=part[:, None] * stack("experts", "distinct_experts", jnp.float32(distinct)),
+        )
+        added = {name: getattr(self, name) + new.astype(getattr(self, name).dtype) for name, new in counts.items()}
+        return dataclasses.replace(self, **added)
+
+    def total(self) -> PassCounts:
+        """The sum over rows, as one row."""
+        return jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), self)
+
+    def __add__(self, other: PassCounts) -> PassCounts:
+        """Row by row."""
+        names = ("model", "measured", "weight_bytes", "cache_bytes")
+        ours, theirs = ({name: getattr(x, name) for name in names} for x in (self, other))
+        if ours != theirs:
+            raise ValueError(f"PassCounts of different settings or models do not add: {ours} and {theirs}")
+        return jax.tree.map(jnp.add, self, other)
+
+    def step_work(self, reads: AttentionReads | None) -> PassWork:
+        """Operations and bytes of the mean step: one pass, for as many rows as took part on average.
+
+        Args:
+            reads: What attention read; `None` where it was dense.
+        """
+        sums = _sums(self)
+        channels = min(self._mean("channels", self.channels_computed, sums, 1.0), 1.0)  # sums of float32 may round up
+        kept = Kept(
+            keys=1.0 if reads is None else _keys(reads, self.model),
+            channels=channels,
+            channels_read=min(max(channels, self._mean("channels", self.channels_read, sums, 1.0)), 1.0),
+            experts_per_token=self._mean("experts", self.experts_per_token, sums, None),
+            distinct_experts=self._mean("experts", self.distinct_experts, sums, None, by="passes"),
+        )
+        work = self._work(sums, sums.tokens, kept)
+        if reads is None:
+            return work
+        scored = Work(0.0, float(reads.blocks_scored.sum()) * reads.summary_bytes / sums.passes)
+        return dataclasses.replace(work, attention=work.attention + scored)
+
+    def dense_step_work(self, num_tokens: int) -> PassWork:
+        """The same for dense passes over `num_tokens` rows; distinct experts are those expected of tokens that choose evenly and apart."""
+        sums = _sums(self)
+        return self._work(sums, num_tokens, Kept())
+
+    def summary(self, reads: AttentionReads | None, num_tokens: int) -> dict[str, Any]:
+        """Plain numbers, for printing and JSON. Empty before the first pass.
+
+        Args:
+            reads: What attention read; `None` where it was dense.
+            num_tokens: T of a dense step, G + 1.
+        """
+        if not int(self.num_passes.sum()):
+            return {}
+        sums = _sums(self)
+        found: dict[str, Any] = {}
+        if self._layers("channels"):
+            found["sparse_ffn"] = {
+                "keep_ratio": self._mean("channels", self.channels_computed, sums, 1.0),
+                "keep_ratio_per_layer": self._per_layer("channels", self.channels_computed, sums),
+                "read_ratio": self._mean("channels", self.channels_read, sums, 1.0),
+            }
+        if self._layers("experts"):
+            assert self.model.moe is not None
+            each = self._mean("experts", self.experts_per_token, sums, 0.0)
+            found["sparse_moe"] = {
+                "keep_ratio": each / self.model.moe.num_experts_per_token,
+                "experts_per_token": each,
+                "experts_per_token_per_layer": self._per_layer("experts", self.experts_per_token, sums),
+                "distinct_experts_per_pass": self._mean("experts", self.distinct_experts, sums, 0.0, by="passes"),
+            }
+        found["step_work"] = _side_by_side(self.step_work(reads), self.dense_step_work(num_tokens))
+        return found
+
+    def _layers(self, kind: str) -> list[int]:
+        return [layer for layer, measured in enumerate(self.measured) if kind in measured]
+
+    def _mean(self, kind: str, sums_bl: jax.Array, sums: _Sums, otherwise: Any, *, by: str = "rows") -> Any:
+        """Over passes and the layers of a kind; `otherwise` where there is none."""
+        layers = self._layers(kind)
+        if not layers:
+            return otherwise
+        return float(sums_bl.sum(axis=0)[jnp.array(layers)].mean()) / (sums.passes if by == "passes" else sums.row_passes)
+
+    def _per_layer(self, kind: str, sums_bl: jax.Array, sums: _Sums) -> list[float | None]:
+        values = sums_bl.sum(axis=0) / sums.row_passes
+        return [float(value) if kind in measured else None for value, measured in zip(values, self.measured, strict=True)]
+
+    def _work(self, sums: _Sums, num_tokens: float, kept: Kept) -> PassWork:
+        sizes = dict(weight_bytes=self.weight_bytes, cache_bytes=self.cache_bytes)
+        rows = sums.row_passes / sums.passes
+        return pass_work(self.model, batch_size=rows, num_tokens=num_tokens, context=sums.context, kept=kept, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    row_passes: float  # over rows
+    passes: float  # of batches
+    tokens: float  # mean of a pass
+    context: float  # mean
+
+
+def _sums(counts: PassCounts) -> _Sums:
+    row_passes = max(float(counts.num_passes.sum()), 1.0)
+    passes = float(counts.passes.sum()) or 1.0
+    return _Sums(row_passes, passes, float(counts.tokens.sum()) / row_passes, float(counts.context.sum()) / row_passes)
+
+
+def _keys(reads: AttentionReads, model: ModelConfig) -> float:
+    """The share kept in layers without a window."""
+    layers = jnp.array([layer for layer in range(model.num_layers) if model.window(layer) is None])
+    read, there = (float(x[:, layers].sum()) for x in (reads.blocks_read, reads.blocks_there))
+    return min(read / there, 1.0) if there else 1.0
+
+
+def _side_by_side(sparse: PassWork, dense: PassWork) -> dict[str, dict[str, float]]:
+    """By component, and in total; components without work are left out."""
+    pairs = {name: (work, dense.parts()[name]) for name, work in sparse.parts().items()} | {"total": (sparse.total, dense.total)}
+    return {
+        name: {"flops": ours.flops, "dense_flops": whole.flops, "bytes": ours.moved_bytes, "dense_bytes": whole.moved_bytes}
+        for name, (ours, whole) in pairs.items()
+        if whole.flops
+    }

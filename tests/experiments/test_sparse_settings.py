@@ -1,0 +1,133 @@
+"""Words of the command line as sparse verifications, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments.experiment import ExperimentError
+from experiments.sparse_settings import SparseWords, named_settings
+from specjax import MoEConfig, SparseAttention, SparsityConfig
+from specjax.verification.calibration import MLPSamples
+from specjax.verification.histogram import NUM_BINS
+from tests.helpers import tiny_config
+
+DENSE = tiny_config(num_layers=6)
+MIXTURE = tiny_config(moe=MoEConfig(num_experts=4, num_experts_per_token=3, intermediate_size=8))
+
+
+def samples_of(model) -> MLPSamples:
+    """Histograms with a value in every bin."""
+    ones = np.ones((model.num_layers, NUM_BINS), np.int64)
+    ratios = np.ones((model.num_layers, 2, NUM_BINS), np.int64)
+    return MLPSamples(gates=ones, ratios=ratios, ratio="share")
+
+
+def words(**changes) -> SparseWords:
+    return SparseWords(**(dict(attention=(), block_size=16, dense_below=32) | changes))
+
+
+def test_attention_comes_with_each_reuse_and_controls_keep_as_much():
+    found = named_settings(words(attention=(0.5, 0.1)), DENSE)
+    assert [(named.method, named.setting, named.reuse) for named in found[:4]] == [
+        ("attention", "0.5", "none"),
+        ("attention", "0.5", "draft tokens"),
+        ("attention", "0.5", "layers"),
+        ("attention", "0.5", "draft tokens and layers"),
+    ]
+    assert [named.sparsity.attention.rows for named in found[:4]] == ["each", "first", "each", "first"]
+    assert [named.sparsity.reuse.anchors for named in found[:4]] == [None, None, (0, 1, 2, 3), (0, 1, 2, 3)]
+    controls = [named for named in found if named.method in ("window", "random")]
+    assert [(named.method, named.setting) for named in controls] == [
+        (method, keep) for keep in ("0.5", "0.1") for method in ("window", "random")
+    ]
+    for named in controls:
+        same = next(other.sparsity.attention for other in found if other.setting == named.setting and other.method == "attention")
+        assert named.sparsity.attention.budget_tokens(400) == same.budget_tokens(400)
+    assert len({named.name for named in found}) == len(found) == 12
+
+
+def test_channels_of_a_dense_model_are_shared_and_those_of_experts_have_thresholds():
+    (dense,) = named_settings(words(ffn=(0.5,)), DENSE)
+    assert (dense.sparsity.ffn.select, dense.sparsity.ffn.per, dense.sparsity.ffn.keep) == ("top_k", "rows", 0.5)
+    samples = samples_of(MIXTURE)
+    (experts,) = named_settings(words(ffn=(0.5,)), MIXTURE, samples)
+    assert experts.sparsity.ffn.tau == tuple(samples.tau(0.5).tolist())
+    assert not words(ffn=(0.5,)).needs_samples(DENSE)
+    assert words(ffn=(0.5,)).needs_samples(MIXTURE)
+
+
+def test_experts_are_skipped_by_medians_and_hybrids_have_all_three():
+    samples = samples_of(MIXTURE)
+    skipped, hybrid = named_settings(words(moe=(2,), hybrid=("0.25+0.5+1",)), MIXTURE, samples)
+    assert (skipped.method, skipped.sparsity.moe.max_skipped) == ("moe", 2)
+    assert skipped.sparsity.moe.beta == tuple(map(tuple, samples.beta(0.5).tolist()))
+    assert (hybrid.sparsity.attention.keep, hybrid.sparsity.ffn.keep, hybrid.sparsity.moe.max_skipped) == (0.25, 0.5, 1)
+    (partly,) = named_settings(words(hybrid=("0.25+0.5+-",)), DENSE)
+    assert partly.sparsity.moe is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(reuse=("all",)), "reuse must be some of none, tokens, layers, both, got all"),
+        (dict(controls=("oracle",)), "controls must be some of window, random, got oracle"),
+        (dict(attention=(1.5,)), "keep must be from 0 to 1, got 1.5"),
+        (dict(hybrid=("0.5+0.5",)), "got '0.5[+]0.5'"),
+        (dict(hybrid=("0.5+x+1",)), "got '0.5[+]x[+]1'"),
+        (dict(attention=(0.5,), reuse=("layers",), anchors=(1, 2)), "must begin with the first sparse layer"),
+        (dict(moe=(2,)), "give calibration_text=FILE or calibration=FILE"),
+    ],
+)
+def test_words_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ExperimentError, match=message):
+        named_settings(words(**changes), DENSE)
+
+
+def test_all_experts_may_not_be_skipped():
+    with pytest.raises(ExperimentError, match="max_skipped"):
+        named_settings(words(moe=(3,)), MIXTURE, samples_of(MIXTURE))
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    """What the experiment `calibrate` leaves, in short."""
+    setting = SparsityConfig(attention=SparseAttention(keep=0.2)).to_json()
+    rows = [
+        {"kind": "selection", "anchors": [0, 3]},
+        {"kind": "thresholds", "tau": {"0.5": [0.1, 0.2]}, "beta": [[0.1, 0.2], [0.3, 0.4]]},
+        {"kind": "setting", "setting": "mild", "sparsity": setting, "token_agreement": 0.97, "bytes_ratio": 0.9, "flops_ratio": 0.8},
+    ]
+    path = tmp_path / "calibrate.json"
+    path.write_text(json.dumps({"rows": rows}))
+    return str(path)
+
+
+def test_a_calibration_brings_anchors_thresholds_and_settings(calibration):
+    layers, wished = named_settings(
+        words(attention=(0.5,), reuse=("both",), controls=(), calibration=calibration, agreements=(0.95,)), DENSE
+    )
+    assert layers.sparsity.reuse.anchors == (0, 3)
+    assert (wished.method, wished.setting, wished.sparsity.attention.keep) == ("calibrated", "agreement 0.95", 0.2)
+    experts, skipped = named_settings(words(ffn=(0.5,), moe=(1,), calibration=calibration), MIXTURE)
+    assert experts.sparsity.ffn.tau == (0.1, 0.2)
+    assert skipped.sparsity.moe.beta == ((0.1, 0.2), (0.3, 0.4))
+    assert not words(moe=(1,), calibration=calibration).needs_samples(MIXTURE)
+
+
+def test_what_a_calibration_has_not_is_refused(calibration, tmp_path):
+    with pytest.raises(ExperimentError, match="shares of channels 0.5, not 0.4"):
+        named_settings(words(ffn=(0.4,), calibration=calibration), MIXTURE)
+    with pytest.raises(ExperimentError, match="none of 1 settings agrees"):
+        named_settings(words(calibration=calibration, agreements=(0.99,)), DENSE)
+    with pytest.raises(ExperimentError, match="give calibration=FILE"):
+        words(agreements=(0.9,))
+    with pytest.raises(ExperimentError, match="is none"):
+        named_settings(words(calibration=str(tmp_path / "nothing.json")), DENSE)
+
+
+def test_refreshes_are_of_all_settings():
+    found = named_settings(words(attention=(0.5,), ffn=(0.5,), refresh_every=4), DENSE)
+    assert {named.sparsity.refresh_every for named in found} == {4}
