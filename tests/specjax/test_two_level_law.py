@@ -89,7 +89,6 @@ def p_value(output: GenerateOutput, setting: tuple[float, int, float]) -> float:
 
 
 CASES = [
-    ("none", FIXED, PLAIN),
     ("draft model", ADAPTING, NUCLEUS),
     *(
         pytest.param(name, (FIXED, ADAPTING)[index % 2], setting, marks=FULL)
