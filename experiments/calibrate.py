@@ -31,9 +31,9 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, load_model
 from experiments.texts import running_texts
 from specjax import Reuse, SparseAttention, SparseFFN, SparseMoE, SparsityConfig
-from specjax.agreement import measure_agreement
-from specjax.selection_samples import SelectionSamples, sample_selections
-from specjax.verification.calibration import MLPSamples, choose_anchors, sample_mlp
+from specjax.sparsity.agreement import measure_agreement
+from specjax.sparsity.calibration import MLPSamples, choose_anchors, sample_mlp
+from specjax.sparsity.selection_samples import SelectionSamples, sample_selections
 
 # Tokens of a pass that samples networks and experts.
 _PIECE = 512

@@ -22,7 +22,7 @@ from experiments.tasks import Example, Task
 from experiments.teacher_forced import ForcedSums, teacher_forced
 from specjax import GenerateConfig, SparsityConfig
 from specjax.capacity import bucket
-from specjax.verification.calibration import MLPSamples, sample_mlp
+from specjax.sparsity.calibration import MLPSamples, sample_mlp
 
 # The metric of what really follows a text.
 NATS_PER_TOKEN = "nats_per_token"

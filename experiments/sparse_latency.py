@@ -11,7 +11,7 @@ good for any text here, and reads as much as it would on one.
 
 A row without `steps_between_dense` is lossy verification: nothing is checked. The others are lossless, two levels: after so many sparse
 steps a dense pass over all that they committed, timed likewise, which accepts each token with the assumed chance; see
-`specjax.two_level_cost`. A step commits `mean_acceptance_length` tokens, assumed too, and the same in both. Drafting is left out.
+`specjax.two_level.two_level_cost`. A step commits `mean_acceptance_length` tokens, assumed too, and the same in both. Drafting is left out.
 `keep_ratio` is the share of blocks read, of channels or of experts, and `floor_ms` what a sparse pass must read over the bandwidth.
 """
 
@@ -35,9 +35,9 @@ from experiments.sparse_settings import NamedSparsity, SparseWords, named_settin
 from experiments.timing import time_loops
 from specjax import NoDraft
 from specjax.models.kv_cache import KVCache
-from specjax.two_level_cost import two_level_speedup
-from specjax.verification.calibration import MLPSamples, sample_mlp
-from specjax.verification.work import Kept, pass_work
+from specjax.sparsity.calibration import MLPSamples, sample_mlp
+from specjax.sparsity.work import Kept, pass_work
+from specjax.two_level.two_level_cost import two_level_speedup
 
 # What a loop holds beside weights and cache: activations, gathered blocks, scores of the vocabulary. A guess on the safe side.
 _SCRATCH_BYTES = 4e9

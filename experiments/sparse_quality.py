@@ -12,7 +12,7 @@ the text that dense verification wrote (of the task `text`: along what really fo
 negative log-likelihood in nats a token: lower is better, and its exponential is the perplexity.
 
 `keep_ratio` is measured: blocks read, channels computed or experts taken over all. `flops_ratio` and `bytes_ratio` compare the mean
-verification pass with a dense one, by counting (`specjax.verification.work`). Speeds count from each prompt's first token on: the prefill
+verification pass with a dense one, by counting (`specjax.sparsity.work`). Speeds count from each prompt's first token on: the prefill
 is dense for all. `context` is the mean length of the prompts, in tokens.
 """
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from experiments.experiment import ExperimentError, path_field
 from specjax import ModelConfig, Reuse, SparseAttention, SparsityConfig
-from specjax.verification.calibration import MLPSamples
-from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_moe import SparseMoE
+from specjax.sparsity.calibration import MLPSamples
+from specjax.sparsity.sparse_ffn import SparseFFN
+from specjax.sparsity.sparse_moe import SparseMoE
 
 DENSE = SparsityConfig()
 CONTROLS = ("window", "random")

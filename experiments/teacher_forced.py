@@ -3,8 +3,8 @@
 The text's beginning is taken in densely, as a prompt is; from there on both targets go over the same tokens, in passes of as many rows as a
 verification has, the sparse one over the keys and values that its own passes wrote.
 
-`specjax.agreement` says the same of texts of equal lengths. Here lengths are traced, so that the answers to many prompts run one program,
-and the text's own likelihood is measured too.
+`specjax.sparsity.agreement` says the same of texts of equal lengths. Here lengths are traced, so that the answers to many prompts run one
+program, and the text's own likelihood is measured too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Speculative decoding in JAX: draft, verify, commit, in one jitted loop."""
 
-from specjax.attention_sparsity import Reuse, SparseAttention
 from specjax.config import GenerateConfig, ModelConfig, MoEConfig, RopeConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
@@ -10,19 +9,20 @@ from specjax.drafting.medusa_drafter import MedusaDrafter, medusa_params
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
-from specjax.lossless import Lossless
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.requests import left_align
 from specjax.sampling import SamplingParams
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.attention_sparsity import Reuse, SparseAttention
+from specjax.sparsity.sparse_ffn import SparseFFN
+from specjax.sparsity.sparse_moe import SparseMoE
+from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.state import FinishReason, GenerateOutput
 from specjax.statistics import Statistics
 from specjax.streaming import StreamUpdate, stream_generate
+from specjax.two_level.lossless import Lossless
 from specjax.verification.block_verification import BlockVerification
 from specjax.verification.rejection_sampling import RejectionSampling
-from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_moe import SparseMoE
 from specjax.verification.synthetic_acceptance import SyntheticAcceptance
 from specjax.verification.typical_acceptance import TypicalAcceptance
 

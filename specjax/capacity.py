@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specjax.config import GenerateConfig
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.sparsity_config import SparsityConfig
 
 # Capacities are rounded up to a multiple of this.
 _STEP = 64

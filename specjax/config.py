@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.verification.rejection_sampling import RejectionSampling
 from specjax.verification.rule import VerificationRule
 

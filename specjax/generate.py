@@ -25,7 +25,7 @@ from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
-from specjax.two_level import Cycle
+from specjax.two_level.cycle import Cycle
 from specjax.verification.verify import verify
 from specjax.verification_pass import verification_pass
 
@@ -54,7 +54,7 @@ def speculative_generate(
 
     `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
     depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.summary()` says what was kept.
-    With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.lossless`.
+    With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.two_level.lossless`.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
@@ -221,7 +221,7 @@ def decode_step(
 ) -> DecodeState:
     """One step: draft, verify in one pass of the target, commit. Rows that have finished stand still.
 
-    With lossless sparsity it is a cycle: a few such steps, and the dense pass that checks them. See `specjax.two_level`.
+    With lossless sparsity it is a cycle: a few such steps, and the dense pass that checks them. See `specjax.two_level.cycle`.
     """
     models: dict[str, Any] = dict(
         target=target, drafter=drafter, target_params=target_params, drafter_params=drafter_params, request=request

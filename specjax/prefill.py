@@ -16,14 +16,14 @@ from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
-from specjax.level_counts import LevelCounts
 from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
-from specjax.pace import Pace
 from specjax.requests import Request, row_keys
 from specjax.sampling import split_row_keys
 from specjax.state import Commit, Context, Continuation, DecodeState, Draft, FinishReason, PrefillChunk, SinceDense
 from specjax.statistics import Statistics
+from specjax.two_level.level_counts import LevelCounts
+from specjax.two_level.pace import Pace
 from specjax.verification.verify import verify
 from specjax.verification_pass import counts_of_nothing
 

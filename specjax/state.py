@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.kv_cache import KVCache
-from specjax.pace import Pace
 from specjax.statistics import Statistics
+from specjax.two_level.pace import Pace
 
 
 class FinishReason(enum.IntEnum):

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.attention_reads import AttentionReads
-from specjax.level_counts import LevelCounts
-from specjax.pass_counts import PassCounts, TargetPass
+from specjax.sparsity.attention_reads import AttentionReads
+from specjax.sparsity.pass_counts import PassCounts, TargetPass
+from specjax.two_level.level_counts import LevelCounts
 
 
 @jax.tree_util.register_dataclass

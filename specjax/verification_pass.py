@@ -13,8 +13,8 @@ from specjax.committing import write_tokens
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import dense_reads, no_reads
 from specjax.models.transformer import Transformer
-from specjax.pass_counts import PassCounts, TargetPass
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.pass_counts import PassCounts, TargetPass
+from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.state import DecodeState, Draft, FinishReason
 
 

@@ -23,7 +23,7 @@ from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.state import FinishReason
 from specjax.statistics import Statistics
 from specjax.streaming import stream_generate

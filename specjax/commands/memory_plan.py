@@ -11,7 +11,7 @@ import jax
 
 from specjax.capacity import whole_blocks
 from specjax.models.sparse_attention import prepare_cache
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.sparsity_config import SparsityConfig
 
 _GIB = 2**30
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.attention_sparsity import SparseAttention
 from specjax.kernels.block_scores import block_scores
+from specjax.sparsity.attention_sparsity import SparseAttention
 
 
 @jax.tree_util.register_dataclass

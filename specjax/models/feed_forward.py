@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from specjax.config import ModelConfig
 from specjax.models.layers import PROJECTION_INIT
 from specjax.models.projections import Projections
-from specjax.verification.histogram import histogram
-from specjax.verification.sparse_ffn import FeedForwardWork, sparse_feed_forward
-from specjax.verification.sparse_mlp import SparseMLP
+from specjax.sparsity.histogram import histogram
+from specjax.sparsity.sparse_ffn import FeedForwardWork, sparse_feed_forward
+from specjax.sparsity.sparse_mlp import SparseMLP
 
 
 def gate_activation(config: ModelConfig, gate: jax.Array) -> jax.Array:

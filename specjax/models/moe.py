@@ -17,10 +17,10 @@ from specjax.config import ModelConfig
 from specjax.kernels.expert_products import expert_products
 from specjax.models.feed_forward import gate_activation, gated
 from specjax.models.layers import PROJECTION_INIT, product
-from specjax.verification.histogram import NUM_BINS, histogram
-from specjax.verification.sparse_ffn import keep_channels
-from specjax.verification.sparse_mlp import SparseMLP
-from specjax.verification.sparse_moe import ExpertChoice, ExpertWork, choose_experts, expert_work
+from specjax.sparsity.histogram import NUM_BINS, histogram
+from specjax.sparsity.sparse_ffn import keep_channels
+from specjax.sparsity.sparse_mlp import SparseMLP
+from specjax.sparsity.sparse_moe import ExpertChoice, ExpertWork, choose_experts, expert_work
 
 # The collection in which router probabilities are captured.
 ROUTER = "router"

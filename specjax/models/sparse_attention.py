@@ -10,15 +10,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.attention_reads import AttentionReads
-from specjax.attention_sparsity import SparseAttention
 from specjax.config import ModelConfig
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.models.attention import Attend, written_layer
 from specjax.models.block_selection import Selection, rows_that_count, select_blocks
 from specjax.models.block_summaries import BlockSummaries
 from specjax.models.kv_cache import KVCache, LayerCache
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.attention_reads import AttentionReads
+from specjax.sparsity.attention_sparsity import SparseAttention
+from specjax.sparsity.sparsity_config import SparsityConfig
 
 
 def prepare_cache(cache: KVCache, sparsity: SparsityConfig, model: ModelConfig) -> KVCache:

@@ -14,7 +14,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.attention_reads import AttentionReads
 from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
 from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
@@ -23,10 +22,11 @@ from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_pro
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.rope import rotary_angles
 from specjax.models.sparse_attention import SparsePass
-from specjax.sparsity import SparsityConfig
-from specjax.verification.sparse_ffn import FeedForwardWork
-from specjax.verification.sparse_mlp import SparseMLP
-from specjax.verification.sparse_moe import ExpertWork
+from specjax.sparsity.attention_reads import AttentionReads
+from specjax.sparsity.sparse_ffn import FeedForwardWork
+from specjax.sparsity.sparse_mlp import SparseMLP
+from specjax.sparsity.sparse_moe import ExpertWork
+from specjax.sparsity.sparsity_config import SparsityConfig
 
 
 @jax.tree_util.register_dataclass

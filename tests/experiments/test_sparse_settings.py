@@ -10,8 +10,8 @@ import pytest
 from experiments.experiment import ExperimentError
 from experiments.sparse_settings import SparseWords, named_settings
 from specjax import MoEConfig, SparseAttention, SparsityConfig
-from specjax.verification.calibration import MLPSamples
-from specjax.verification.histogram import NUM_BINS
+from specjax.sparsity.calibration import MLPSamples
+from specjax.sparsity.histogram import NUM_BINS
 from tests.helpers import tiny_config
 
 DENSE = tiny_config(num_layers=6)

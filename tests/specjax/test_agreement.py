@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specjax import SparseAttention, SparseFFN, SparsityConfig
-from specjax.agreement import measure_agreement
 from specjax.models.sparse_attention import prepare_cache
+from specjax.sparsity.agreement import measure_agreement
 from tests.helpers import FLOAT32_TOLERANCE, tiny_target
 
 NUM_CONTEXT, NUM_ROWS = 40, 3

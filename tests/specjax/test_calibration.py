@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from specjax import MoEConfig, SparsityConfig
-from specjax.verification.calibration import MLPSamples, choose_anchors, jaccard, sample_mlp, selection_masks
-from specjax.verification.histogram import NUM_BINS, RELATIVE_WIDTH, histogram, quantile, share_at_least
-from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_moe import SparseMoE
+from specjax.sparsity.calibration import MLPSamples, choose_anchors, jaccard, sample_mlp, selection_masks
+from specjax.sparsity.histogram import NUM_BINS, RELATIVE_WIDTH, histogram, quantile, share_at_least
+from specjax.sparsity.sparse_ffn import SparseFFN
+from specjax.sparsity.sparse_moe import SparseMoE
 from tests.helpers import random_model, tiny_config
 
 MOE = MoEConfig(num_experts=4, num_experts_per_token=3, intermediate_size=16, dense_layers=(1,))

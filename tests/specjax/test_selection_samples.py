@@ -11,7 +11,7 @@ import pytest
 
 from specjax import SparseAttention, SparsityConfig
 from specjax.models.sparse_attention import prepare_cache
-from specjax.selection_samples import SelectionSamples, sample_selections
+from specjax.sparsity.selection_samples import SelectionSamples, sample_selections
 from tests.helpers import tiny_target
 
 NUM_CONTEXT, NUM_ROWS = 60, 3

@@ -17,8 +17,8 @@ from specjax import ModelConfig, MoEConfig, SparsityConfig
 from specjax.models.feed_forward import FeedForward
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.projections import split_gate_up
-from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_mlp import SparseMLP
+from specjax.sparsity.sparse_ffn import SparseFFN
+from specjax.sparsity.sparse_mlp import SparseMLP
 from tests.helpers import FLOAT32_TOLERANCE, random_model, tiny_config
 
 WIDTH, FFN = 32, 48

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import GenerateConfig, MoEConfig, Reuse, SparseAttention, SparseFFN, SparseMoE, SparsityConfig, generate, speculative_generate
-from specjax.verification.work import pass_work
+from specjax.sparsity.work import pass_work
 from tests.helpers import ReplayDrafter, greedy_text, random_model, random_prompts, recorded, tiny_config
 
 NUM_TOKENS, NUM_DRAFTS = 12, 3

@@ -12,8 +12,8 @@ import pytest
 
 from specjax import ModelConfig, MoEConfig
 from specjax.models.moe import MixtureOfExperts
-from specjax.verification.sparse_mlp import SparseMLP
-from specjax.verification.sparse_moe import SparseMoE, choose_experts, expert_work, skip_ratios
+from specjax.sparsity.sparse_mlp import SparseMLP
+from specjax.sparsity.sparse_moe import SparseMoE, choose_experts, expert_work, skip_ratios
 from tests.helpers import FLOAT32_TOLERANCE, random_model, tiny_config
 
 WIDTH, EXPERTS, TAKEN = 32, 8, 4

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from specjax import Lossless, SparseAttention, SparsityConfig
-from specjax.level_counts import LevelCounts
-from specjax.pace import Pace
-from specjax.step_cost import step_cost_from_bytes
-from specjax.two_level_cost import break_even_dense_acceptance, two_level_speedup
+from specjax.sparsity.step_cost import step_cost_from_bytes
+from specjax.two_level.level_counts import LevelCounts
+from specjax.two_level.pace import Pace
+from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 from tests.helpers import random_model, tiny_config
 
 

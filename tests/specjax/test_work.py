@@ -10,7 +10,7 @@ import pytest
 
 from experiments.presets import gpt_oss_20b, llama31_8b, qwen3_30b_a3b
 from specjax import ModelConfig, MoEConfig, Transformer
-from specjax.verification.work import Kept, Work, expected_distinct_experts, pass_work
+from specjax.sparsity.work import Kept, Work, expected_distinct_experts, pass_work
 from tests.helpers import tiny_config
 
 EXACT = 1e-12  # float64, sums of a few terms

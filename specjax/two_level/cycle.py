@@ -25,15 +25,15 @@ from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
-from specjax.level_counts import LevelCounts
-from specjax.lossless import Lossless
 from specjax.models.transformer import Transformer
-from specjax.pace import Pace
 from specjax.requests import Request
 from specjax.sampling import filtered_probs, split_row_keys
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.sparsity_config import SparsityConfig
+from specjax.sparsity.step_cost import step_cost_from_bytes
 from specjax.state import Commit, Context, DecodeState, Draft, FinishReason
-from specjax.step_cost import step_cost_from_bytes
+from specjax.two_level.level_counts import LevelCounts
+from specjax.two_level.lossless import Lossless
+from specjax.two_level.pace import Pace
 from specjax.verification.rejection_sampling import RejectionSampling
 from specjax.verification.verify import verify
 

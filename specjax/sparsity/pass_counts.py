@@ -1,6 +1,6 @@
 """What the sparse passes of decoding kept and what that comes to: operations and bytes a step by component, sparse beside dense.
 
-Measured are the shares of channels and the experts, and, by `AttentionReads`, the keys; `specjax.verification.work` makes operations and
+Measured are the shares of channels and the experts, and, by `AttentionReads`, the keys; `specjax.sparsity.work` makes operations and
 bytes of their means. Of experts whose channels are left out for each token by itself all channels count as read.
 """
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from specjax.attention_reads import AttentionReads
-from specjax.verification.sparse_ffn import FeedForwardWork
-from specjax.verification.sparse_moe import ExpertWork
-from specjax.verification.work import Kept, PassWork, Work, expected_distinct_experts, pass_work
+from specjax.sparsity.attention_reads import AttentionReads
+from specjax.sparsity.sparse_ffn import FeedForwardWork
+from specjax.sparsity.sparse_moe import ExpertWork
+from specjax.sparsity.work import Kept, PassWork, Work, expected_distinct_experts, pass_work
 
 if TYPE_CHECKING:
     from specjax.config import ModelConfig

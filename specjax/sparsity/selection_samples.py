@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax.agreement import read_context
-from specjax.attention_sparsity import SparseAttention
 from specjax.models.block_selection import Selection
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
-from specjax.sparsity import SparsityConfig
-from specjax.verification.calibration import jaccard
+from specjax.sparsity.agreement import read_context
+from specjax.sparsity.attention_sparsity import SparseAttention
+from specjax.sparsity.calibration import jaccard
+from specjax.sparsity.sparsity_config import SparsityConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

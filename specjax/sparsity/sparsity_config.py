@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specjax.attention_sparsity import Reuse, SparseAttention
-from specjax.lossless import Lossless
-from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_moe import SparseMoE
+from specjax.sparsity.attention_sparsity import Reuse, SparseAttention
+from specjax.sparsity.sparse_ffn import SparseFFN
+from specjax.sparsity.sparse_moe import SparseMoE
+from specjax.two_level.lossless import Lossless
 
 if TYPE_CHECKING:
     from specjax.config import ModelConfig

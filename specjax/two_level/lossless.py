@@ -11,7 +11,7 @@ class Lossless:
 
     Greedy output is then that of dense verification, token for token in float32; sampled output follows the dense target's distribution.
     What it costs is one dense pass for each `max_steps` steps at most, and the tokens behind the first one that it rejects. It pays where a
-    sparse pass is much cheaper than a dense one, in long contexts and large batches; `specjax.two_level_cost` is the arithmetic.
+    sparse pass is much cheaper than a dense one, in long contexts and large batches; `specjax.two_level.two_level_cost` is the arithmetic.
 
     Attributes:
         max_steps: Most sparse steps before a dense pass. It is over `max_steps * (G + 1) + 1` rows whatever the steps committed, the cache

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from specjax.verification.histogram import NUM_BINS, histogram, quantile, share_at_least
-from specjax.verification.sparse_moe import RATIOS, skip_ratios
+from specjax.sparsity.histogram import NUM_BINS, histogram, quantile, share_at_least
+from specjax.sparsity.sparse_moe import RATIOS, skip_ratios
 
 if TYPE_CHECKING:
     from specjax.models.transformer import Transformer

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.sparsity_config import SparsityConfig
 
 
 def step_cost_from_bytes(sparsity: SparsityConfig, model: ModelConfig, params: Any, cache: Any, length: jax.Array) -> jax.Array:

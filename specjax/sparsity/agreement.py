@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.attention_reads import AttentionReads
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import dense_reads, prepare_cache
 from specjax.models.transformer import Transformer
-from specjax.pass_counts import PassCounts, TargetPass
-from specjax.sparsity import SparsityConfig
+from specjax.sparsity.attention_reads import AttentionReads
+from specjax.sparsity.pass_counts import PassCounts, TargetPass
+from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.verification_pass import counts_of_nothing
 
 # Tokens of a context that one dense pass takes in.

@@ -12,8 +12,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.lossless import Lossless
-from specjax.two_level_cost import expected_settled
+from specjax.two_level.lossless import Lossless
+from specjax.two_level.two_level_cost import expected_settled
 
 # What is taken for granted before anything was seen: this acceptance, with the weight of so many tokens.
 _PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.95, 2.0

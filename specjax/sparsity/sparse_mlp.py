@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from specjax.verification.sparse_ffn import SparseFFN
-from specjax.verification.sparse_moe import SparseMoE
+from specjax.sparsity.sparse_ffn import SparseFFN
+from specjax.sparsity.sparse_moe import SparseMoE
 
 if TYPE_CHECKING:
-    from specjax.sparsity import SparsityConfig
+    from specjax.sparsity.sparsity_config import SparsityConfig
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.two_level_cost import break_even_dense_acceptance, two_level_speedup
+from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
 
 @jax.tree_util.register_dataclass

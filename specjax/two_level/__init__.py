@@ -1,0 +1,1 @@
+"""Lossless sparse verification: a dense pass checks what sparse steps committed."""
