@@ -41,7 +41,7 @@ class TargetPass:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassCounts:
-    """Sums over a row's passes; two of the same target add up with `+`. L are the model's layers.
+    """Sums over a row's passes; two of the same target add up with `+`. L are the model's layers, or 0 of what is measured in none.
 
     Attributes:
         num_passes: `[B]` int32, passes that the row took part in.
@@ -76,16 +76,20 @@ class PassCounts:
         cls, batch_size: int, *, model: ModelConfig, measured: tuple[tuple[str, ...], ...], weight_bytes: int, cache_bytes: int
     ) -> PassCounts:
         """No pass yet."""
-        row, layers = jnp.zeros((batch_size,), jnp.float32), jnp.zeros((batch_size, model.num_layers), jnp.float32)
+        row = jnp.zeros((batch_size,), jnp.float32)
+        channels, experts = (
+            jnp.zeros((batch_size, len(measured) if any(kind in layer for layer in measured) else 0), jnp.float32)
+            for kind in ("channels", "experts")
+        )
         return cls(
             num_passes=row.astype(jnp.int32),
             passes=row,
             tokens=row,
             context=row,
-            channels_computed=layers,
-            channels_read=layers,
-            experts_per_token=layers,
-            distinct_experts=layers,
+            channels_computed=channels,
+            channels_read=channels,
+            experts_per_token=experts,
+            distinct_experts=experts,
             model=model,
             measured=measured,
             weight_bytes=weight_bytes,
@@ -103,6 +107,8 @@ class PassCounts:
         part = active / jnp.maximum(active.sum(), 1)
 
         def stack(kind: str, name: str, whole: jax.Array) -> jax.Array:
+            if not self._layers(kind):
+                return jnp.zeros((active.shape[0], 0), jnp.float32)
             layers = [getattr(x, name, None) if kind in self.measured[i] else None for i, x in enumerate(work)]
             return jnp.stack([jnp.broadcast_to(whole if x is None else x, active.shape) for x in layers], axis=1)
 

@@ -6,10 +6,20 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from specjax import GenerateConfig, SparseAttention, SparsityConfig, generate, speculative_generate, stream_generate
+from specjax import (
+    FinishReason,
+    GenerateConfig,
+    SparseAttention,
+    SparseFFN,
+    SparsityConfig,
+    generate,
+    speculative_generate,
+    stream_generate,
+)
 from tests.helpers import FLOAT32_TOLERANCE, ReplayDrafter, greedy_text, random_prompts, recorded, tiny_target
 
 NUM_TOKENS, NUM_DRAFTS, CAPACITY = 24, 3, 80
@@ -82,9 +92,31 @@ def test_refreshes_are_counted_as_the_dense_passes_they_are() -> None:
     assert work["flops"] / work["dense_flops"] == pytest.approx(tokens / (NUM_DRAFTS + 1), rel=1e-5)
 
 
+@pytest.mark.full
 def test_streaming_refreshes_at_the_same_steps() -> None:
     *_, last = run(sparse(3), call=stream_generate, steps_per_update=2)
     np.testing.assert_array_equal(last.output.tokens, run_once(3).tokens)
+
+
+@pytest.mark.full
+def test_a_row_that_is_not_a_number_leaves_the_others_alone_and_a_callers_jit_changes_nothing() -> None:
+    target, params = tiny_target()
+    sparsity = dataclasses.replace(sparse(3), ffn=SparseFFN(keep=0.5))
+    config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=NUM_DRAFTS, cache_capacity=CAPACITY, sparsity=sparsity)
+    answers = recorded(greedy_text(PROMPTS), [len(prompt) for prompt in PROMPTS], flip_at=2)
+
+    def tokens(params: dict, prompts: Any) -> Any:
+        return speculative_generate(target, params, ReplayDrafter(), answers, prompts, config=config, prompt_lengths=[40, 50])
+
+    prompts = np.array([prompt + [0] * (50 - len(prompt)) for prompt in PROMPTS])
+    expected = tokens(params, prompts)
+    np.testing.assert_array_equal(jax.jit(tokens)(params, prompts).tokens, expected.tokens)
+    emitted = expected.tokens[1].tolist()
+    token = next(token for token in PROMPTS[0] if token not in PROMPTS[1] + emitted + answers["tokens"][1].tolist())
+    spoiled = params | {"embedding": params["embedding"].at[token].set(np.nan)}
+    output = tokens(spoiled, prompts)
+    assert output.finish_reason.tolist() == [FinishReason.NONFINITE_LOGITS, FinishReason.LENGTH]
+    np.testing.assert_array_equal(output.tokens[1], expected.tokens[1])
 
 
 def test_refreshes_that_cannot_be_are_refused() -> None:

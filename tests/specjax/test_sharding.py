@@ -65,7 +65,8 @@ print(json.dumps(results))
 SPARSE_SCRIPT = """
 import json
 import jax, jax.numpy as jnp, numpy as np
-from specjax import GenerateConfig, ModelConfig, PromptLookup, SparseAttention, SparsityConfig, Transformer, speculative_generate
+from specjax import GenerateConfig, ModelConfig, PromptLookup, SparseAttention, SparseFFN, SparsityConfig, Transformer
+from specjax import speculative_generate
 from specjax.sharding import cache_sharding, param_shardings
 
 config = ModelConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8,
@@ -74,26 +75,29 @@ model = Transformer(config, dtype=jnp.float32, param_dtype=jnp.float32)
 params = jax.tree.map(lambda x: 8 * x, model.init_params(jax.random.key(0)))
 prompts = np.random.default_rng(0).integers(0, 96, (4, 60)).tolist()
 attention = SparseAttention(block_size=8, keep=0.25, dense_below=16, tail_blocks=1)
-common = dict(max_new_tokens=12, num_speculative_tokens=2, prefill_chunk_size=32, sparsity=SparsityConfig(attention=attention))
+sparsity = SparsityConfig(attention=attention, ffn=SparseFFN(keep=0.5), refresh_every=3)
+common = dict(max_new_tokens=12, num_speculative_tokens=2, prefill_chunk_size=32, sparsity=sparsity)
 def run(params, **options):
     return speculative_generate(model, params, PromptLookup(), None, prompts, config=GenerateConfig(**common, **options))
 mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 alone = run(params)
 output = run(jax.device_put(params, param_shardings(params, config, mesh)), cache_sharding=cache_sharding(config, mesh, batch_size=4))
 print(json.dumps({"equal": bool((np.asarray(output.tokens) == np.asarray(alone.tokens)).all()),
+                  "channels": [x.statistics.summary()["sparse_ffn"]["keep_ratio"] for x in (alone, output)],
                   "keep_ratios": [float(x.statistics.attention_reads.keep_ratio) for x in (alone, output)],
                   "summaries": [str(part) for part in output.continuation.target_cache.summaries.layers[0][0].sharding.spec]}))
 """
 
 
 @pytest.mark.full
-def test_sparse_attention_under_a_mesh_equals_that_of_one_device_and_its_summaries_are_split_as_the_cache() -> None:
+def test_sparse_passes_and_refreshes_under_a_mesh_equal_those_of_one_device_and_summaries_are_split_as_the_cache() -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SPARSE_SCRIPT], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["equal"]
-    assert result["keep_ratios"][0] == result["keep_ratios"][1] < 0.8
+    assert result["keep_ratios"][0] == result["keep_ratios"][1] < 0.9
+    assert 0.5 < result["channels"][0] == result["channels"][1] < 1  # refreshes keep all
     assert result["summaries"][:2] == ["data", "model"]
 
 

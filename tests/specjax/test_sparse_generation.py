@@ -40,7 +40,7 @@ def run(name: str, sparsity: SparsityConfig, *, num_drafts: int = NUM_DRAFTS, dr
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("dense", dict(ffn=dataclasses.replace(ALL_CHANNELS, per="rows"))),
+        pytest.param("dense", dict(ffn=dataclasses.replace(ALL_CHANNELS, per="rows")), marks=pytest.mark.full),
         pytest.param("experts", dict(moe=SparseMoE(max_skipped=0)), marks=pytest.mark.full),
         pytest.param("experts", dict(moe=SparseMoE(max_skipped=2, beta=(0.0, 0.0))), marks=pytest.mark.full),
         pytest.param("experts", dict(moe=SparseMoE(expert_budget=6)), marks=pytest.mark.full),
@@ -117,7 +117,7 @@ def test_channels_of_experts_are_counted_too() -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("dense", dict(ffn=SparseFFN(keep=8 / 48, implementation="masked"))),
+        pytest.param("dense", dict(ffn=SparseFFN(keep=8 / 48, implementation="masked")), marks=pytest.mark.full),
         pytest.param("experts", dict(moe=SparseMoE(expert_budget=3)), marks=pytest.mark.full),
         ("dense", dict(attention=dataclasses.replace(FEW_BLOCKS, dense_below=24, rows="mean"))),
         pytest.param("dense", dict(attention=dataclasses.replace(FEW_BLOCKS, dense_below=24, rows="union")), marks=pytest.mark.full),

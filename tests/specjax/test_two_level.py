@@ -102,8 +102,7 @@ GRID = itertools.product(("none", "prompt lookup", "replay", "draft model", "EAG
 @pytest.mark.parametrize(
     ("drafter_name", "num_drafts", "settings", "lossless", "batch_size"),
     [
-        ("none", 1, SETTINGS[0], FIXED, 3),
-        ("replay", 3, SETTINGS[4], FIXED, 1),
+        ("none", 1, SETTINGS[0], FIXED, 1),
         *(
             pytest.param(name, 1 + index % 4, settings, (FIXED, ADAPTING)[index % 2], 1 if index % 3 == 0 else 3, marks=FULL)
             for index, (name, settings) in enumerate(GRID)

@@ -73,11 +73,11 @@ def seen(acceptance: float, tokens_per_step: float) -> Pace:
 
 
 def test_the_pace_is_the_fastest_number_of_steps_and_none_where_dense_verification_is_faster() -> None:
-    settings = Lossless(max_steps=6, check_cost=1.2)
+    settings = Lossless(max_steps=6, check_cost=1.15)
     for acceptance in (0.3, 0.9, 0.97, 0.995):
         for tokens in (1.0, 3.5):
             for cost in (0.1, 0.5, 0.9):
-                sizes = dict(acceptance=acceptance, tokens_per_step=tokens, step_cost=cost, check_cost=1.2)
+                sizes = dict(acceptance=acceptance, tokens_per_step=tokens, step_cost=cost, check_cost=1.15)
                 speedups = [two_level_speedup(num_steps=n, **sizes) for n in range(1, 7)]
                 expected = int(np.argmax(speedups)) + 1 if max(speedups) > 1 else 0
                 assert int(seen(acceptance, tokens).best_num_steps(jnp.float32(cost), settings)) == expected
