@@ -18,7 +18,7 @@ from experiments.bootstrap import paired_interval
 from experiments.decoding import Decoded, Decoder
 from experiments.experiment import ExperimentError
 from experiments.models import LoadedDrafter, Model
-from experiments.sparse_settings import DENSE, NamedSparsity
+from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.tasks import Example, Task
 from experiments.teacher_forced import ForcedSums, teacher_forced
 from specjax import GenerateConfig, SparsityConfig
@@ -45,6 +45,7 @@ class Pair:
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
         implementation: Attention implementation, for the rows.
+        made: The target's weights in another layout, once they are needed.
     """
 
     target: Model
@@ -56,6 +57,7 @@ class Pair:
     resamples: int
     compile_threads: int
     implementation: str
+    made: dict[str, Model] = dataclasses.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +69,7 @@ class Pair:
         drafter = None if plain else self.drafter
         static = GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
         return Decoder(
-            self.target,
+            laid_out_for(self.target, sparsity, self.made),
             None if drafter is None else drafter.drafter,
             None if drafter is None else drafter.params,
             config=static,
@@ -121,6 +123,8 @@ class Comparison:
         check_window(pair.target, prompts, num_new)
         width = bucket(max(map(len, prompts)))
         longest = max(map(len, prompts)) + num_new
+        for named in settings:
+            laid_out_for(pair.target, named.sparsity, pair.made)  # here, not by several threads at once
         with ThreadPoolExecutor(pair.compile_threads) as pool:
             plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True)
             decoder = pool.submit(pair.decoder, width)
