@@ -24,7 +24,8 @@ def dense_log_probs(tokens: list[int]) -> np.ndarray:
     return numpy_log_softmax(np.asarray(model.apply({"params": params}, output.hidden, method="logits")))[0]
 
 
-@pytest.mark.parametrize(("start", "num_rows"), [(40, 3), pytest.param(1, 4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("start", "num_rows"), [(40, 3), (1, 4)])
 def test_with_everything_kept_both_are_the_dense_target(start, num_rows):
     sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=1.0))
     sums = teacher_forced(*tiny_target(), sparsity, TEXT, start=start, num_rows=num_rows, longest=75)
