@@ -26,7 +26,7 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import LoadedDrafter, Model, load_drafter, load_model
 from experiments.sparse_comparison import check_window, decoding_speed, keep_ratio, ratio
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, named_settings
+from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, laid_out_for, named_settings
 from experiments.tasks import TaskSource
 from specjax import GenerateConfig, Lossless, RejectionSampling, SyntheticAcceptance
 from specjax.capacity import bucket
@@ -139,6 +139,7 @@ class Workload:
     target: Model
     drafter: LoadedDrafter
     prompts: list[list[int]]
+    made: dict[str, Model] = dataclasses.field(default_factory=dict)  # weights in another layout, once they are needed
 
     @property
     def synthetic(self) -> bool:
@@ -160,7 +161,8 @@ class Workload:
         drafter, params = (self.drafter.drafter, self.drafter.params) if way.drafts else (None, None)
         width = bucket(max(map(len, self.prompts)))
         # No EOS: every way writes as much, and so over contexts as long.
-        return Decoder(self.target, drafter, params, config=static, batch=config.batch, width=width, eos_token_ids=())
+        target = laid_out_for(self.target, sparsity, self.made)
+        return Decoder(target, drafter, params, config=static, batch=config.batch, width=width, eos_token_ids=())
 
     def row(self, way: Way, named: NamedSparsity | None, decoded: Decoded, plain: Decoded, prefill_seconds: float) -> dict:
         """What one way came to."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from experiments.bootstrap import paired_interval
 from experiments.decoding import Decoded, Decoder
 from experiments.experiment import ExperimentError
 from experiments.models import LoadedDrafter, Model
-from experiments.sparse_settings import DENSE, NamedSparsity
+from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.tasks import Example, Task
 from experiments.teacher_forced import ForcedSums, teacher_forced
 from specjax import GenerateConfig, SparsityConfig
@@ -42,7 +43,9 @@ class Pair:
         batch: Prompts decoded together.
         repeats: Timed runs a batch.
         resamples: Of the bootstrap.
+        compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
         implementation: Attention implementation, for the rows.
+        made: The target's weights in another layout, once they are needed.
     """
 
     target: Model
@@ -52,7 +55,9 @@ class Pair:
     batch: int
     repeats: int
     resamples: int
+    compile_threads: int
     implementation: str
+    made: dict[str, Model] = dataclasses.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +69,7 @@ class Pair:
         drafter = None if plain else self.drafter
         static = GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
         return Decoder(
-            self.target,
+            laid_out_for(self.target, sparsity, self.made),
             None if drafter is None else drafter.drafter,
             None if drafter is None else drafter.params,
             config=static,
@@ -72,6 +77,11 @@ class Pair:
             width=width,
             eos_token_ids=end_of_text(self.target),
         )
+
+    def forced(self, sparsity: SparsityConfig, prompt: Sequence[int], answer: Sequence[int], *, longest: int) -> ForcedSums:
+        """The sparse target beside the dense one along an answer."""
+        options = dict(start=len(prompt), num_rows=self.num_rows, longest=longest)
+        return teacher_forced(self.target.model, self.target.params, sparsity, [*prompt, *answer], **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +93,8 @@ class Comparison:
         task: The task.
         prompts: Token ids.
         tokenizer: The target's.
-        width: Columns that prompts are padded to.
+        decoders: By setting, compiled.
+        longest: Tokens that a prompt and what follows it may have.
         prefill_seconds: What the prompts take up to their first tokens.
         plain_tokens_per_s: Plain decoding from there on; `None` if lost in noise.
         dense: Dense verification.
@@ -94,34 +105,45 @@ class Comparison:
     task: Task
     prompts: list[list[int]]
     tokenizer: Any
-    width: int
+    decoders: Mapping[NamedSparsity, Decoder]
+    longest: int
     prefill_seconds: float
     plain_tokens_per_s: float | None
     dense: Decoded
     scores: dict[str, list[float]]
 
     @classmethod
-    def build(cls, pair: Pair, task: Task, prompts: list[list[int]], tokenizer: Any) -> Comparison:
-        """Decodes plainly, and with dense verification.
+    def build(cls, pair: Pair, task: Task, prompts: list[list[int]], tokenizer: Any, settings: Sequence[NamedSparsity]) -> Comparison:
+        """Compiles all programs, and decodes plainly and with dense verification.
 
         Raises:
             ExperimentError: A prompt and what follows it exceed the target's window.
         """
-        continuations = [follows(example, tokenizer) for example in task.examples]
-        check_window(pair.target, prompts, max(pair.new_tokens, *map(len, continuations)))
+        num_new = max(pair.new_tokens, *(len(follows(example, tokenizer)) for example in task.examples))
+        check_window(pair.target, prompts, num_new)
         width = bucket(max(map(len, prompts)))
-        decoder = pair.decoder(width)
-        dense = decoder(prompts, repeats=pair.repeats)
-        prefill_seconds = decoder.prefill_seconds(prompts, repeats=pair.repeats)  # behind it: the first calls of all are slower
-        plain = dense if pair.drafter is None else pair.decoder(width, plain=True)(prompts, repeats=pair.repeats)
+        longest = max(map(len, prompts)) + num_new
+        for named in settings:
+            laid_out_for(pair.target, named.sparsity, pair.made)  # here, not by several threads at once
+        with ThreadPoolExecutor(pair.compile_threads) as pool:
+            plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True)
+            decoder = pool.submit(pair.decoder, width)
+            decoders = {named: pool.submit(pair.decoder, width, named.sparsity) for named in settings}
+            warm = [pool.submit(pair.forced, named.sparsity, [0], [0, 0], longest=longest) for named in settings]
+        for done in warm:
+            done.result()
+        dense = decoder.result()(prompts, repeats=pair.repeats)
+        prefill_seconds = decoder.result().prefill_seconds(prompts, repeats=pair.repeats)
+        plainly = dense if plain is None else plain.result()(prompts, repeats=pair.repeats)
         return cls(
             pair=pair,
             task=task,
             prompts=prompts,
             tokenizer=tokenizer,
-            width=width,
+            decoders={named: future.result() for named, future in decoders.items()},
+            longest=longest,
             prefill_seconds=prefill_seconds,
-            plain_tokens_per_s=decoding_speed(plain, prefill_seconds),
+            plain_tokens_per_s=decoding_speed(plainly, prefill_seconds),
             dense=dense,
             scores=score(task, dense, tokenizer),
         )
@@ -136,7 +158,7 @@ class Comparison:
 
     def sparse_rows(self, named: NamedSparsity) -> Iterator[dict]:
         """A row a metric for a sparse setting."""
-        decoded = self.pair.decoder(self.width, named.sparsity)(self.prompts, repeats=self.pair.repeats)
+        decoded = self.decoders[named](self.prompts, repeats=self.pair.repeats)
         forced = self._forced(named.sparsity)
         sums = functools.reduce(operator.add, forced)
         measured = {"token_agreement": sums.mean("agreed"), "kl": sums.mean("kl"), **kept_and_work(decoded)}
@@ -187,9 +209,7 @@ class Comparison:
         for prompt, example, answer in zip(self.prompts, self.task.examples, self.dense.tokens, strict=True):
             answer = follows(example, self.tokenizer) or answer
             if len(answer) >= 2:  # the first comes out of the prefill, which is dense
-                options = dict(start=len(prompt), num_rows=self.pair.num_rows)
-                target = self.pair.target
-                sums.append(teacher_forced(target.model, target.params, sparsity, [*prompt, *answer], **options))
+                sums.append(self.pair.forced(sparsity, prompt, answer, longest=self.longest))
         if not sums:
             raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
         return sums

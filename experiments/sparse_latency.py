@@ -31,7 +31,7 @@ from experiments.mid_decode import Middle, decoding_loop
 from experiments.models import Model, load_model
 from experiments.presets import kv_bytes
 from experiments.record import device
-from experiments.sparse_settings import NamedSparsity, SparseWords, named_settings
+from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, laid_out_for, named_settings
 from experiments.timing import time_loops
 from specjax import NoDraft
 from specjax.models.kv_cache import KVCache
@@ -110,6 +110,7 @@ def run(config: Config) -> Iterator[dict]:
 
 def _case(config: Config, target: Model, settings: list[NamedSparsity], *, batch: int, context: int, rows: int) -> Iterator[dict]:
     """Dense and sparse steps over one cache."""
+    made: dict[str, Model] = {}
     middle = Middle(
         batch=batch, context=context, num_steps=config.long_steps, num_speculative_tokens=rows - 1, block_size=config.block_size
     )
@@ -118,8 +119,9 @@ def _case(config: Config, target: Model, settings: list[NamedSparsity], *, batch
     def loop(num_rows: int, named: NamedSparsity | None = None) -> Any:
         place = dataclasses.replace(middle, num_speculative_tokens=num_rows - 1)
         drafter = None if num_rows == 1 else NoDraft()
-        options = {} if named is None else {"sparsity": named.sparsity}
-        return decoding_loop(target.model, target.params, drafter, None, place, cache=cache, **options)
+        sparsity = DENSE if named is None else named.sparsity
+        params = laid_out_for(target, sparsity, made).params
+        return decoding_loop(target.model, params, drafter, None, place, cache=cache, sparsity=sparsity)
 
     checked = {steps: steps * rows + 1 for steps in config.steps_between_dense}
     loops: dict[Any, Any] = {None: loop(rows)}
@@ -238,6 +240,8 @@ def _does_not_fit(config: Config, target: Model, batch: int, context: int) -> st
         return f"the model's window has {shape.max_position_embeddings} tokens"
     limit = device()["memory_bytes"]
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    if config.ffn or config.hybrid:
+        weights *= 2  # feed-forward networks in two layouts, at the most
     cache = kv_bytes(shape, batch=batch, context=context, itemsize=jnp.dtype(config.dtype).itemsize)
     needed = weights + 2 * cache + _SCRATCH_BYTES  # the state that loops start from, and the one that they carry
     if limit is not None and needed > limit:

@@ -54,6 +54,7 @@ class Config(SparseWords):
         chat_template: Prompts of chat tasks are user messages in the tokenizer's template; `false` takes them as bare text.
         repeats: Timed runs a batch; the median counts.
         resamples: Of the bootstrap.
+        compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
 
@@ -74,6 +75,7 @@ class Config(SparseWords):
     chat_template: bool = True
     repeats: int = 1
     resamples: int = 10_000
+    compile_threads: int = 4
     cache_dir: str | None = local_field()
 
 
@@ -109,10 +111,11 @@ def run(config: Config) -> Iterator[dict]:
         batch=config.batch,
         repeats=config.repeats,
         resamples=config.resamples,
+        compile_threads=config.compile_threads,
         implementation=config.implementation,
     )
     for task in tasks:
-        comparison = Comparison.build(pair, task, source.encode(task), tokenizer)
+        comparison = Comparison.build(pair, task, source.encode(task), tokenizer, settings)
         yield from comparison.dense_rows()
         for named in settings:
             yield from comparison.sparse_rows(named)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.experiment import ExperimentError, path_field
+from experiments.models import Model
 from specjax import ModelConfig, Reuse, SparseAttention, SparsityConfig
+from specjax.models.projections import split_gate_up
 from specjax.sparsity.calibration import MLPSamples
 from specjax.sparsity.sparse_ffn import SparseFFN
 from specjax.sparsity.sparse_moe import SparseMoE
@@ -125,6 +127,21 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
     except ValueError as error:
         raise ExperimentError(str(error)) from None
     return found
+
+
+def laid_out_for(target: Model, sparsity: SparsityConfig, made: dict[str, Model]) -> Model:
+    """The target with its weights in the layout that saves most: where rows of a dense network's channels are gathered, `split_gate_up`'s.
+
+    Args:
+        target: The target.
+        sparsity: What is left out.
+        made: Where the other layout is kept from call to call: half of a network's weights are copied for it.
+    """
+    if sparsity.ffn is None or sparsity.ffn.select != "top_k" or target.model.config.moe is not None:
+        return target
+    if target.name not in made:
+        made[target.name] = dataclasses.replace(target, params=split_gate_up(target.params))
+    return made[target.name]
 
 
 def default_anchors(model: ModelConfig, sparsity: SparsityConfig) -> tuple[int, ...]:

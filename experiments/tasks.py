@@ -18,7 +18,7 @@ from experiments.code_tests import human_eval_program, mbpp_program, passes
 from experiments.experiment import ExperimentError
 from experiments.long_code import long_code_prompts
 from experiments.prompts import encode
-from experiments.text_scores import edit_similarity, exact_match, rouge_l, same_number
+from experiments.text_scores import edit_similarity, exact_match, require_rouge, rouge_l, same_number
 
 Score = Callable[[str], float]
 
@@ -88,7 +88,8 @@ class TaskSource:
         """A task by name.
 
         Raises:
-            ExperimentError: There is none of that name, its data are in no folder, or a line of them is not as published.
+            ExperimentError: There is none of that name, its data are in no folder, a line of them is not as published, or what scores it is
+                not installed.
         """
         if name not in TASKS:
             raise ExperimentError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
@@ -97,6 +98,8 @@ class TaskSource:
         if name == "text":
             return _text(self)
         pattern, examples_of = _FILES[name]
+        if name.startswith("qmsum"):
+            require_rouge()
         lines = _read(self.folders, name, pattern)
         try:
             examples = [example for line in lines for example in examples_of(line)]

@@ -55,9 +55,9 @@ class ForcedSums:
 
 
 def teacher_forced(
-    target: Transformer, params: Any, sparsity: SparsityConfig, tokens: Sequence[int], *, start: int, num_rows: int
+    target: Transformer, params: Any, sparsity: SparsityConfig, tokens: Sequence[int], *, start: int, num_rows: int, longest: int
 ) -> ForcedSums:
-    """Compares along one text. Texts of one bucket of lengths run one program.
+    """Compares along one text. All texts of one `longest` run one program.
 
     Args:
         target: The target.
@@ -66,17 +66,20 @@ def teacher_forced(
         tokens: The text.
         start: Tokens of it that are taken in densely, at least 1; those from `start + 1` on are predicted.
         num_rows: Rows a pass, G + 1.
+        longest: Tokens that any text may have.
 
     Raises:
-        ValueError: Nothing to predict.
+        ValueError: Nothing to predict, or a text that is too long.
     """
     if not 1 <= start < len(tokens) - 1:
         raise ValueError(f"there is nothing to predict in {len(tokens)} tokens from token {start} + 1 on")
-    chunk = min(_PREFILL_CHUNK, bucket(start))
+    if len(tokens) > longest:
+        raise ValueError(f"a text has {len(tokens)} tokens, more than longest = {longest}")
+    chunk = min(_PREFILL_CHUNK, bucket(longest))
     block = 1 if sparsity.attention is None else sparsity.attention.block_size
     # Room for the last chunk, and for the last steps up to a refresh, which are written whole.
     behind = max(chunk, num_rows * max(sparsity.refresh_every, 1))
-    capacity = -(-(bucket(len(tokens)) + behind) // block) * block
+    capacity = -(-(bucket(longest) + behind) // block) * block
     padded = np.zeros((1, capacity), np.int32)
     padded[0, : len(tokens)] = tokens
     options = dict(target=target, sparsity=sparsity, num_rows=num_rows, chunk=chunk)

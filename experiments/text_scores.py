@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import decimal
 import functools
+import importlib.util
 import re
 from collections.abc import Sequence
+
+from experiments.experiment import ExperimentError
 
 # A number with thousands separators or without, the sign and decimals included.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -21,6 +24,16 @@ def rouge_l(answer: str, references: Sequence[str]) -> float:
     Reference: Lin, ROUGE: A Package for Automatic Evaluation of Summaries, 2004; computed by the package rouge-score.
     """
     return float(max(_rouge_scorer().score(reference, answer)["rougeL"].fmeasure for reference in references))
+
+
+def require_rouge() -> None:
+    """Whether ROUGE-L can be computed here: to be asked before hours of decoding.
+
+    Raises:
+        ExperimentError: Its package is not installed.
+    """
+    if importlib.util.find_spec("rouge_score") is None:
+        raise ExperimentError('ROUGE-L is computed by the package rouge-score, which is not installed: pip install "specjax[scores]"')
 
 
 @functools.cache

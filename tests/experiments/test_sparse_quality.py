@@ -29,8 +29,8 @@ def run_quality(target_path, task_data, *settings):
     return list(sparse_quality.run(parse_config(sparse_quality.Config, words)))
 
 
-def test_quality_rows_hold_sparse_against_dense(target_path, drafter_path, task_data):
-    settings = ("tasks=text", "attention=0", "reuse=tokens", "controls=window", f"drafter={drafter_path}")
+def test_quality_rows_hold_sparse_against_dense(target_path, task_data):
+    settings = ("tasks=text", "attention=0", "reuse=tokens", "controls=window", "drafter=prompt_lookup")
     rows = run_quality(target_path, task_data, *settings)
     assert all(set(row) == {*QUALITY.split(), *ROW_KEYS} for row in rows)
     assert [(row["dataset"], row["metric"]) for row in rows] == [("text", NATS_PER_TOKEN)] * 3

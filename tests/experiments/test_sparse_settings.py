@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from experiments.experiment import ExperimentError
-from experiments.sparse_settings import SparseWords, named_settings
+from experiments.models import Model
+from experiments.sparse_settings import SparseWords, laid_out_for, named_settings
 from specjax import MoEConfig, SparseAttention, SparsityConfig
 from specjax.sparsity.calibration import MLPSamples
 from specjax.sparsity.histogram import NUM_BINS
-from tests.helpers import tiny_config
+from tests.helpers import random_model, tiny_config
 
 DENSE = tiny_config(num_layers=6)
 MIXTURE = tiny_config(moe=MoEConfig(num_experts=4, num_experts_per_token=3, intermediate_size=8))
@@ -126,6 +127,20 @@ def test_what_a_calibration_has_not_is_refused(calibration, tmp_path):
         words(agreements=(0.9,))
     with pytest.raises(ExperimentError, match="is none"):
         named_settings(words(calibration=str(tmp_path / "nothing.json")), DENSE)
+
+
+def test_channels_are_gathered_from_weights_laid_out_for_it_which_are_made_once():
+    dense, params = random_model(tiny_config())
+    target, made = Model("tiny", dense, params, "random"), {}
+    attention, channels = named_settings(words(attention=(0.5,), reuse=("tokens",), controls=(), ffn=(0.5,)), dense.config)
+    assert laid_out_for(target, attention.sparsity, made) is target
+    split = laid_out_for(target, channels.sparsity, made)
+    assert split is laid_out_for(target, channels.sparsity, made)
+    mlp, stored = split.params["layer_0"]["mlp"], params["layer_0"]["mlp"]
+    np.testing.assert_array_equal(mlp["up"], stored["gate_up"][:, 1].T)
+    mixture = Model("mixture", *random_model(MIXTURE), "random")
+    (experts,) = named_settings(words(ffn=(0.5,)), MIXTURE, samples_of(MIXTURE))
+    assert laid_out_for(mixture, experts.sparsity, made) is mixture
 
 
 def test_refreshes_are_of_all_settings():

@@ -98,6 +98,13 @@ def test_sets_are_found_in_any_folder_and_as_a_file_and_spread(folders):
         source(folders).load("other")
 
 
+def test_a_score_that_cannot_be_computed_is_refused_before_anything_is_decoded(folders, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ExperimentError, match="rouge-score, which is not installed"):
+        source(folders).load("qmsum_summary")
+    assert source(folders).load("gsm8k").examples
+
+
 def test_a_line_that_is_not_as_published_is_named(folders, tmp_path):
     (tmp_path / "mbpp.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ExperimentError, match="mbpp: a line has no field 'test_list'"):

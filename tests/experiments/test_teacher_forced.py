@@ -24,10 +24,11 @@ def dense_log_probs(tokens: list[int]) -> np.ndarray:
     return numpy_log_softmax(np.asarray(model.apply({"params": params}, output.hidden, method="logits")))[0]
 
 
-@pytest.mark.parametrize(("start", "num_rows"), [(40, 3), pytest.param(1, 4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("start", "num_rows"), [(40, 3), (1, 4)])
 def test_with_everything_kept_both_are_the_dense_target(start, num_rows):
     sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=1.0))
-    sums = teacher_forced(*tiny_target(), sparsity, TEXT, start=start, num_rows=num_rows)
+    sums = teacher_forced(*tiny_target(), sparsity, TEXT, start=start, num_rows=num_rows, longest=75)
     predicted = np.arange(start + 1, len(TEXT))
     expected = -dense_log_probs(TEXT)[predicted - 1, np.array(TEXT)[predicted]].sum()
     assert (sums.num_tokens, sums.agreed) == (len(predicted), len(predicted))
@@ -40,7 +41,7 @@ def test_along_its_own_text_the_sparse_target_says_what_it_said_when_decoding():
     sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=0.0))
     config = GenerateConfig(max_new_tokens=24, sparsity=sparsity, return_log_probs=True)
     output = generate(model, params, [TEXT[:60]], config=config)
-    sums = teacher_forced(model, params, sparsity, [*TEXT[:60], *output.tokens[0].tolist()], start=60, num_rows=1)
+    sums = teacher_forced(model, params, sparsity, [*TEXT[:60], *output.tokens[0].tolist()], start=60, num_rows=1, longest=90)
     assert sums.num_tokens == 23  # the first token comes out of the prefill
     np.testing.assert_allclose(sums.nll_sparse, -output.log_probs[0, 1:].sum(), atol=TOLERANCE * 23)
     assert sums.kl > 0.01
@@ -52,7 +53,7 @@ def test_along_its_own_text_the_sparse_target_says_what_it_said_when_decoding():
 def test_refreshes_bring_the_sparse_target_back_to_the_dense_one():
     sparsity = SparsityConfig(attention=SparseAttention(**BLOCKS, keep=0.0))
     never, now_and_then, always = (
-        teacher_forced(*tiny_target(), dataclasses.replace(sparsity, refresh_every=every), TEXT[:60], start=40, num_rows=2)
+        teacher_forced(*tiny_target(), dataclasses.replace(sparsity, refresh_every=every), TEXT[:60], start=40, num_rows=2, longest=60)
         for every in (0, 3, 1)
     )
     assert never.num_tokens == now_and_then.num_tokens == always.num_tokens == 19
@@ -64,4 +65,6 @@ def test_refreshes_bring_the_sparse_target_back_to_the_dense_one():
 def test_a_text_with_nothing_to_predict_is_refused():
     for tokens, start in ((TEXT[:5], 4), (TEXT[:5], 0)):
         with pytest.raises(ValueError, match=f"5 tokens from token {start}"):
-            teacher_forced(*tiny_target(), SparsityConfig(), tokens, start=start, num_rows=2)
+            teacher_forced(*tiny_target(), SparsityConfig(), tokens, start=start, num_rows=2, longest=9)
+    with pytest.raises(ValueError, match="75 tokens, more than longest = 74"):
+        teacher_forced(*tiny_target(), SparsityConfig(), TEXT, start=4, num_rows=2, longest=74)

@@ -70,6 +70,7 @@ def batch_of(rows: int) -> TokenBatch:
     return TokenBatch(tokens=rng.integers(0, 64, (rows, 9)).astype(np.int32), loss_mask=mask)
 
 
+@pytest.mark.full
 def test_the_loss_is_the_models_negative_log_likelihood():
     model, params = moe_model()
     batch = batch_of(2)
