@@ -1,7 +1,7 @@
 """How near the memory's bandwidth does each kernel come, and does it beat what XLA makes of the reference?
 
 Command: python -m experiments.run kernels --record
-Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference` on a CPU)
+Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
 Time: about 6 minutes, not measured yet
 Result: not measured yet
 
@@ -26,6 +26,7 @@ from experiments.experiment import ExperimentError
 from experiments.timing import Loop, LoopTiming, time_loops
 from specjax.kernels.cases import arguments
 from specjax.kernels.cases import run as run_case
+from specjax.kernels.few_row_attention import TuningConfig
 from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, Shape
 from specjax.kernels.triton_call import what_is_missing
 
@@ -43,7 +44,7 @@ class Config:
     Attributes:
         shapes: "full", those of `specjax.kernels.shapes`, or "tiny".
         ops: Operations to measure; none is all.
-        implementations: Of "reference" and "triton".
+        implementations: "reference", and of "triton" and "triton@PARTS:SLOTS:WARPS:STAGES", few-row attention cut as `TuningConfig` says.
         dtype: Of the arrays.
         l2_bytes: The cache that inputs must exceed.
         bandwidth_bytes_per_s: What the floors divide by.
@@ -70,8 +71,11 @@ class Config:
         known = {shape.op for shape in SHAPES}
         if set(self.ops) - known:
             raise ExperimentError(f"ops must be some of {', '.join(sorted(known))}, got {', '.join(self.ops)}")
-        if "reference" not in self.implementations or set(self.implementations) - set(IMPLEMENTATIONS):
+        bare = {name.partition("@")[0] for name in self.implementations}
+        if "reference" not in self.implementations or bare - set(IMPLEMENTATIONS):
             raise ExperimentError(f"implementations must be reference, and may be triton, got {', '.join(self.implementations) or 'none'}")
+        for name in self.implementations:
+            tuning_of(name)
 
 
 def run(config: Config) -> Iterator[dict]:
@@ -98,7 +102,7 @@ def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:
     Raises:
         ExperimentError: A kernel is asked for that cannot run here.
     """
-    missing = what_is_missing() if "triton" in config.implementations else None
+    missing = what_is_missing() if set(config.implementations) != {"reference"} else None
     if missing is not None:
         raise ExperimentError(f"{missing}; implementations=reference measures XLA alone")
     for shape in SIZES[config.shapes]:
@@ -110,11 +114,11 @@ def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:
                 repeats=config.repeats,
                 compile_threads=config.compile_threads,
             )
-            yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in config.implementations}
+            yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in timings if name != EMPTY}
 
 
 def loops(shape: Shape, config: Config) -> dict[str, Loop]:
-    """A loop for each implementation, and one that only reads what the cache's size lacks."""
+    """A loop for each implementation that the operation has, and one that only reads what the cache's size lacks."""
     dtype, copies = jnp.dtype(config.dtype), num_copies(shape, config)
     make = jax.jit(lambda rng: arguments(shape, dtype, rng))
     all_arrays = [make(rng) for rng in jax.random.split(jax.random.key(0), copies)]
@@ -126,14 +130,32 @@ def loops(shape: Shape, config: Config) -> dict[str, Loop]:
         def repeated(params: Any, state: Any) -> Any:
             query, mark = state
             if implementation is not None:
+                bare, tuning = implementation.partition("@")[0], tuning_of(implementation)
                 for rest in params["rest"]:
-                    query = _next_query(shape, query, run_case(shape, (query, *rest), implementation))
+                    query = _next_query(shape, query, run_case(shape, (query, *rest), bare, tuning=tuning))
             return query, (params["lacking"] ^ mark).max()  # the mark changes: the sum is not a constant of the loop
 
         return repeated
 
-    names: tuple[str | None, ...] = (None, *config.implementations)
+    can_be_tuned = isinstance(shape, AttentionShape)
+    names = (None, *(name for name in config.implementations if can_be_tuned or "@" not in name))
     return {name or EMPTY: Loop(step(name), params, state) for name in names}
+
+
+def tuning_of(implementation: str) -> TuningConfig | None:
+    """What stands behind the `@` of an implementation's name.
+
+    Raises:
+        ExperimentError: Not four numbers that a `TuningConfig` takes.
+    """
+    _, at, text = implementation.partition("@")
+    if not at:
+        return None
+    try:
+        parts, block_slots, num_warps, num_stages = map(int, text.split(":"))
+        return TuningConfig(parts=parts, block_slots=block_slots, num_warps=num_warps, num_stages=num_stages)
+    except ValueError as error:
+        raise ExperimentError(f"expected triton@PARTS:SLOTS:WARPS:STAGES, got {implementation!r}: {error}") from None
 
 
 def _next_query(shape: Shape, query: jax.Array, result: Any) -> jax.Array:
@@ -156,7 +178,7 @@ def marginal_us(timings: dict[str, LoopTiming], name: str, copies: int) -> float
 def show(row: dict) -> str:
     """A row's main figures on one line."""
     sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items() if size is not None)
-    line = f"{row['op']:22} {row['implementation']:9} {row['us']:8.1f} us, {row['ratio_to_floor']:5.2f} x its floor"
+    line = f"{row['op']:22} {row['implementation']:18} {row['us']:8.1f} us, {row['ratio_to_floor']:5.2f} x its floor"
     return f"{line}, reference {row['reference_us']:8.1f} us  {sizes}"
 
 

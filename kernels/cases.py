@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
 from specjax.kernels.low_rank_argmax import low_rank_argmax
 from specjax.kernels.shapes import AttentionShape, LowRankShape, SelectionShape, Shape
 
@@ -43,14 +44,23 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]
     return query, keys, values, length, block_ids, jnp.full(block_ids.shape[:2], width, jnp.int32)
 
 
-def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str) -> Any:
+def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str, *, tuning: TuningConfig | None = None) -> Any:
     """Calls the operation.
 
     Args:
         shape: The sizes.
         arrays: From `arguments`.
         implementation: Passed on.
+        tuning: How few-row attention cuts its work; for `"triton"` alone.
+
+    Raises:
+        ValueError: A `tuning` for anything else.
     """
+    if tuning is not None:
+        if implementation != "triton" or not isinstance(shape, AttentionShape):
+            raise ValueError(f"a tuning is for few-row attention as 'triton', not for {shape.op} as {implementation!r}")
+        listed = None if shape.kept_slots is None else ListedBlocks(arrays[4], arrays[5], None, block_size=shape.block_size)
+        return few_row_attention(*arrays[:4], scale=shape.head_dim**-0.5, listed=listed, tuning=tuning)
     if isinstance(shape, LowRankShape):
         return low_rank_argmax(*arrays, implementation=implementation)
     if isinstance(shape, SelectionShape):

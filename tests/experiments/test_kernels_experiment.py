@@ -17,6 +17,7 @@ from experiments.experiment import ExperimentError, parse_config
 from experiments.record import check_row
 from specjax.kernels.measured import PATH, is_triton_fastest, read_table
 from specjax.kernels.shapes import SHAPES, TINY_SHAPES
+from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
 SMALL = ("shapes=tiny", "implementations=reference", "l2_bytes=0", "short_steps=1", "long_steps=3", "repeats=1", "dtype=float32")
 KEYS = {"op", "shape", "implementation", "us", "reference_us", "floor_us", "ratio_to_floor"}
@@ -65,12 +66,28 @@ def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_
     [
         (["shapes=huge"], "shapes must be one of full, tiny, got 'huge'"),
         (["ops=matmul"], "ops must be some of .*cached_attention.*, got matmul"),
+        (["implementations=reference,triton@3:64:4:3"], "PARTS:SLOTS:WARPS:STAGES.*parts must be a power of two from 1 to 128, got 3"),
+        (["implementations=reference,triton@fast"], "expected triton@PARTS:SLOTS:WARPS:STAGES, got 'triton@fast'"),
         (["implementations=triton"], "implementations must be reference, and may be triton, got triton"),
     ],
 )
 def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         parse_config(kernels.Config, words)
+
+
+@needs_triton
+def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
+    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2"]
+    with interpreted():
+        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax"])))
+        assert "merge_parts" in launches
+    assert [(row["op"], row["implementation"]) for row in rows] == [
+        ("cached_attention", "reference"),
+        ("cached_attention", "triton@2:16:4:2"),
+        ("low_rank_argmax", "reference"),
+    ]
 
 
 def test_a_kernel_that_cannot_run_here_ends_the_run_with_a_reason() -> None:

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.kernels.block_sparse_attention import block_sparse_attention
+from specjax.kernels.cached_attention import cached_attention
 from specjax.kernels.cases import arguments, run
+from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
 from specjax.kernels.shapes import SHAPES, AttentionShape, LowRankShape, SelectionShape, Shape
 from specjax.kernels.triton_call import what_is_missing
 
@@ -23,6 +26,8 @@ TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
 FULL = pytest.mark.full
 MOST_BYTES = 2**31  # the largest shapes are the benchmark's
 SMALL = AttentionShape(batch=3, rows=5, kv_heads=2, group=4, head_dim=128, slots=1024)
+# Rows 1 and 2 are siblings under row 0; rows 3 and 4 are children of row 2.
+TREE = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 0, 1]], bool)
 
 pytestmark = pytest.mark.gpu
 
@@ -79,6 +84,38 @@ def test_dense_attention_equals_the_reference_on_the_device(rows: int, head_dim:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_sparse_attention_equals_the_reference_on_the_device(rows: int, block_size: int, dtype: str) -> None:
     check(dataclasses.replace(SMALL, rows=rows, kept_slots=512, block_size=block_size), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_windows_sinks_and_trees_equal_the_reference_on_the_device(parts: int, dtype: str) -> None:
+    query, keys, values, _ = arguments(SMALL, jnp.dtype(dtype), jax.random.key(2))
+    length = jnp.asarray([0, 63, 1000], jnp.int32)
+    sinks = jax.random.normal(jax.random.key(3), (SMALL.kv_heads * SMALL.group,), jnp.dtype(dtype))
+    for options in (dict(window=100), dict(sinks=sinks), dict(step_mask=TREE), dict(window=1, sinks=sinks, step_mask=TREE)):
+        check_attention(query, keys, values, length, dtype=dtype, parts=parts, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_rows_that_read_blocks_of_their_own_equal_the_reference_on_the_device(parts: int, dtype: str) -> None:
+    shape = dataclasses.replace(SMALL, kept_slots=512)
+    *arrays, ids, counts = arguments(shape, jnp.dtype(dtype), jax.random.key(4))
+    row_mask = jax.random.bernoulli(jax.random.key(5), 0.5, (*ids.shape[:2], shape.rows, ids.shape[2])).at[..., -1].set(True)
+    listed = ListedBlocks(ids, counts, row_mask, block_size=shape.block_size)
+    check_attention(*arrays, dtype=dtype, parts=parts, listed=listed, step_mask=TREE)
+
+
+def check_attention(*arrays: jax.Array, dtype: str, parts: int, **options: Any) -> None:
+    tuning = TuningConfig(parts=parts, block_slots=32)
+    got = few_row_attention(*arrays, scale=0.1, tuning=tuning, **options)
+    if (listed := options.pop("listed", None)) is not None:
+        options |= dict(row_mask=listed.row_mask, block_size=listed.block_size)
+        expected = block_sparse_attention(*arrays, listed.block_ids, listed.num_blocks, scale=0.1, **options, implementation="reference")
+    else:
+        expected = cached_attention(*arrays, scale=0.1, **options, implementation="reference")
+    got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+    np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
 
 
 def test_the_kernel_is_in_the_compiled_program() -> None:
