@@ -15,6 +15,9 @@ from typing import Any
 
 import jax
 
+# Their rule for dead code has another signature than JAX 0.12 calls: every `jit` around a kernel fails. 0.3.1 has none, and works.
+_WITHOUT_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
+
 
 def triton_call(
     op: str,
@@ -65,7 +68,10 @@ def what_is_missing() -> str | None:
         import triton  # noqa: F401
     except ImportError as error:
         return f"implementation 'triton' needs jax-triton, which comes with specjax[gpu] and cannot be imported here: {error}"
-    return None if hasattr(jax_triton, "triton_call") else "implementation 'triton' needs jax-triton 0.3.1 or later"
+    if jax.__version_info__ >= (0, 12) and jax_triton.__version_info__ in _WITHOUT_JAX_0_12:
+        versions = f"jax-triton {jax_triton.__version__} and JAX {jax.__version__}"
+        return f"implementation 'triton' cannot run with {versions}: install jax-triton 0.3.1"
+    return None
 
 
 def power_of_two(size: int) -> int:

@@ -44,6 +44,22 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         CALLS["cached_attention"](implementation="triton")
 
 
+@pytest.mark.parametrize(
+    ("jax_version", "their_version", "works"),
+    [((0, 10, 2), (0, 3, 1), True), ((0, 11, 2), (0, 4, 0), True), ((0, 12, 0), (0, 4, 1), False), ((0, 12, 0), (0, 3, 1), True)],
+)
+def test_versions_that_do_not_work_together_are_named(
+    jax_version: tuple[int, ...], their_version: tuple[int, ...], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = types.SimpleNamespace(__version_info__=their_version, __version__=".".join(map(str, their_version)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    for name, module in (("jax_triton", theirs), ("triton", types.ModuleType("triton"))):
+        monkeypatch.setitem(sys.modules, name, module)
+    missing = what_is_missing()
+    assert missing is None if works else missing is not None and "install jax-triton 0.3.1" in missing
+
+
 @pytest.mark.parametrize("name_of_results", ["out_shape", "out_type"])
 def test_both_versions_of_jax_triton_are_called_by_their_own_names(name_of_results: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
