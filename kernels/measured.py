@@ -1,7 +1,7 @@
 """What `implementation="auto"` means: the implementation that was measured to be the fastest for this device, dtype and shape.
 
 The measurements are `measured.json`, which `python -m experiments.run tune` fills. A device, dtype or shape that is not in it takes the
-reference. The choice is made while a call is traced, from static values.
+reference, and so does a process with several devices. The choice is made while a call is traced, from static values.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def _read(path: Path, changed_ns: int) -> Table:
 def is_triton_fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -> bool:
     """Whether the table prefers the Triton kernel here, and it can run; never raises for want of a device or a package.
 
+    With several devices it says no: arrays may be sharded, and of a kernel's arguments XLA would gather all of every one on every device.
+
     Args:
         shape: Of the call.
         dtype: Of what is read.
@@ -73,7 +75,10 @@ def is_triton_fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -
     table = read_table() if table is None else table
     if not table:  # and so nothing asks JAX for its devices before it must
         return False
-    key = (jax.devices()[0].device_kind, shape.op, jnp.dtype(dtype).name, bucket(shape))
+    devices = jax.devices()
+    if len(devices) > 1:
+        return False
+    key = (devices[0].device_kind, shape.op, jnp.dtype(dtype).name, bucket(shape))
     return table.get(key) == "triton" and what_is_missing() is None
 
 

@@ -5,7 +5,8 @@ Serves `cached_attention` and `block_sparse_attention`, whose references are its
 Reads the slots below `length + T` (of listed blocks, in the window) once: `2 H` numbers each, for all rows and query heads of a key/value
 head. Aims at the memory's bandwidth; T rows times N / K query heads are at most 128 rows of a matrix product, far below what would make it
 the limit. Writes `[B,T,N,H]`, and with P parts `B N T P H` float32 besides, which a second launch merges in a fixed order: results repeat
-bit for bit. bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256.
+bit for bit. bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a
+mesh are gathered whole, for XLA knows nothing of a kernel's insides: `"reference"` is for those.
 
 One launch whose last program merges was left aside: its counter must be zeroed before every launch, and that is a launch too.
 """

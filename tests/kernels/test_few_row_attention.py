@@ -185,6 +185,23 @@ def test_the_kernel_runs_inside_jit_and_has_the_derivative_of_the_reference() ->
 
 
 @needs_triton
+def test_sparse_attention_has_the_derivative_of_the_reference_too() -> None:
+    query, keys, values, length = case([30], rows=2, group=2, head_dim=16)
+    keys, values = (jnp.where(jnp.abs(x) < 100, x, 0.0) for x in (keys, values))
+    (*_, ids, counts), row_mask = listed((query, keys, values, length), [[0, 1, 2]], block_size=16, width=4, with_row_mask=True)
+    options = dict(block_size=16, scale=1.0, row_mask=row_mask)
+
+    def loss(implementation: str) -> Any:
+        return lambda *x: (block_sparse_attention(*x, length, ids % 8, counts, **options, implementation=implementation) ** 2).sum()
+
+    with interpreted():
+        gradients = jax.block_until_ready(jax.grad(loss("triton"), argnums=(0, 1, 2))(query, keys, values))
+        assert "attend_part" in launches
+    for got, wanted in zip(gradients, jax.grad(loss("reference"), argnums=(0, 1, 2))(query, keys, values), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+@needs_triton
 def test_more_rows_than_the_kernel_is_meant_for_are_the_references() -> None:
     arrays = case([0], rows=17, group=1, head_dim=16)
     with interpreted():

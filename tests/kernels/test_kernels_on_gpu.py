@@ -86,6 +86,17 @@ def test_sparse_attention_equals_the_reference_on_the_device(rows: int, block_si
     check(dataclasses.replace(SMALL, rows=rows, kept_slots=512, block_size=block_size), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
+@pytest.mark.parametrize("num_warps", [1, 2, 4, 8])
+@pytest.mark.parametrize("block_slots", [16, 32, 64, 128])
+def test_any_cut_of_the_work_gives_the_same_on_the_device(block_slots: int, num_warps: int, dtype: str) -> None:
+    for rows, group in ((1, 4), (5, 4), (16, 4)):
+        shape = dataclasses.replace(SMALL, rows=rows, group=group)
+        query, keys, values, _ = arguments(shape, jnp.dtype(dtype), jax.random.key(6))
+        tuning = TuningConfig(parts=4, block_slots=block_slots, num_warps=num_warps, num_stages=2)
+        check_attention(query, keys, values, jnp.asarray([7, 64, 1000], jnp.int32), dtype=dtype, tuning=tuning)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("parts", [1, 8])
 def test_windows_sinks_and_trees_equal_the_reference_on_the_device(parts: int, dtype: str) -> None:
@@ -93,7 +104,7 @@ def test_windows_sinks_and_trees_equal_the_reference_on_the_device(parts: int, d
     length = jnp.asarray([0, 63, 1000], jnp.int32)
     sinks = jax.random.normal(jax.random.key(3), (SMALL.kv_heads * SMALL.group,), jnp.dtype(dtype))
     for options in (dict(window=100), dict(sinks=sinks), dict(step_mask=TREE), dict(window=1, sinks=sinks, step_mask=TREE)):
-        check_attention(query, keys, values, length, dtype=dtype, parts=parts, **options)
+        check_attention(query, keys, values, length, dtype=dtype, tuning=TuningConfig(parts=parts, block_slots=32), **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -103,11 +114,10 @@ def test_rows_that_read_blocks_of_their_own_equal_the_reference_on_the_device(pa
     *arrays, ids, counts = arguments(shape, jnp.dtype(dtype), jax.random.key(4))
     row_mask = jax.random.bernoulli(jax.random.key(5), 0.5, (*ids.shape[:2], shape.rows, ids.shape[2])).at[..., -1].set(True)
     listed = ListedBlocks(ids, counts, row_mask, block_size=shape.block_size)
-    check_attention(*arrays, dtype=dtype, parts=parts, listed=listed, step_mask=TREE)
+    check_attention(*arrays, dtype=dtype, tuning=TuningConfig(parts=parts, block_slots=32), listed=listed, step_mask=TREE)
 
 
-def check_attention(*arrays: jax.Array, dtype: str, parts: int, **options: Any) -> None:
-    tuning = TuningConfig(parts=parts, block_slots=32)
+def check_attention(*arrays: jax.Array, dtype: str, tuning: TuningConfig, **options: Any) -> None:
     got = few_row_attention(*arrays, scale=0.1, tuning=tuning, **options)
     if (listed := options.pop("listed", None)) is not None:
         options |= dict(row_mask=listed.row_mask, block_size=listed.block_size)

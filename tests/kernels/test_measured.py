@@ -29,8 +29,8 @@ def table(tmp_path: Path, *rows: Any) -> Any:
     return read_table(path)
 
 
-def on_device(monkeypatch: pytest.MonkeyPatch, kind: str, missing: str | None = None) -> None:
-    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": kind})])
+def on_device(monkeypatch: pytest.MonkeyPatch, kind: str, *, number: int = 1, missing: str | None = None) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": kind})] * number)
     monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: missing)
 
 
@@ -44,9 +44,11 @@ def test_a_measurement_stands_for_shapes_of_the_same_powers_of_two_and_no_others
     assert not is_triton_fastest(SHAPE, jnp.float32, table=measured)
 
 
-def test_an_unknown_device_or_a_missing_package_takes_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_device_several_devices_or_a_missing_package_take_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = table(tmp_path, row())
     on_device(monkeypatch, "GPU Y")
+    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    on_device(monkeypatch, "GPU X", number=2)
     assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
     on_device(monkeypatch, "GPU X", missing="jax-triton is not there")
     assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
