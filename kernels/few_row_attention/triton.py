@@ -148,7 +148,7 @@ def merge_parts(
         sink = tl.load(sinks + out_head).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(top, sink)
     seen = tops > float("-inf")  # a part that saw nothing may not have written its row
-    weights = tl.where(seen, tl.exp2(tops - top), 0.0)
+    weights = tl.exp2(tops - top)
     total = tl.sum(weights * sums, axis=0)
     if HAS_SINKS:
         total += tl.exp2(sink - top)

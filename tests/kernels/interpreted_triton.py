@@ -64,9 +64,7 @@ def _array(tensor: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Triton's interpreter as jax-triton, for as long as it lasts."""
-    assert os.environ.get("TRITON_INTERPRET") == "1" or "triton" not in sys.modules, (
-        "TRITON_INTERPRET=1 must be set before triton"
-    )
+    assert os.environ.get("TRITON_INTERPRET") == "1" or "triton" not in sys.modules, "TRITON_INTERPRET=1 must be set before triton"
     with pytest.MonkeyPatch.context() as patch:
         os.environ["TRITON_INTERPRET"] = "1"  # and stays: what triton has decorated cannot be compiled any more
         patch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=triton_call))
