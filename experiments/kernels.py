@@ -179,7 +179,8 @@ def show(row: dict) -> str:
     """A row's main figures on one line."""
     sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items() if size is not None)
     line = f"{row['op']:22} {row['implementation']:18} {row['us']:8.1f} us, {row['ratio_to_floor']:5.2f} x its floor"
-    return f"{line}, reference {row['reference_us']:8.1f} us  {sizes}"
+    lost = "" if row["us"] > 0 else "  (lost in noise: use longer loops)"
+    return f"{line}, reference {row['reference_us']:8.1f} us  {sizes}{lost}"
 
 
 def columns(row: dict) -> dict:

@@ -112,6 +112,8 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: None)
     assert is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
     assert not is_triton_fastest(second, jnp.bfloat16, table=read_table(path))  # within the noise
+    measured[:] = [(second, dict(reference=1.0, triton=-0.1))]
+    assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     measured[:] = [(first, dict(reference=1.0, triton=2.0))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     assert not is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
