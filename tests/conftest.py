@@ -24,7 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiles fast, since compiling takes most of the tests' time, unless the environment has a word on it. With --full as users do."""
+    """Compiles fast, since compiling takes most of the tests' time, unless the environment has a word on it. With --full as users do.
+
+    Triton kernels are interpreted where no test needs a GPU; whoever imports triton first decides that for a process.
+    """
+    if "not gpu" in config.option.markexpr:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     if not config.getoption("--full") and "not gpu" in config.option.markexpr and _FAST_COMPILES not in os.environ:
         jax.config.update(_FAST_COMPILES.lower(), True)
         os.environ[_FAST_COMPILES] = "1"  # for the processes that tests start

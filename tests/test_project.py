@@ -168,7 +168,8 @@ def test_an_action_at_import_is_found(source: str) -> None:
 
 
 def test_importing_everything_starts_no_backend_and_changes_no_setting() -> None:
-    modules = [module for module in MODULES if is_inside(module, "specjax") and not module.endswith("__main__")]
+    # Kernels in Triton's language import triton, and are imported where they run only.
+    modules = [module for module in MODULES if is_inside(module, "specjax") and not module.endswith(("__main__", ".triton"))]
     changed = run_python(
         f"""
         import importlib, json, os
@@ -184,6 +185,16 @@ def test_importing_everything_starts_no_backend_and_changes_no_setting() -> None
         """
     )
     assert json.loads(changed) == [[], []]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("specjax.kernels.")])
+def test_only_kernels_in_tritons_language_import_it_at_module_level(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    at_module_level = {
+        name.split(".")[0] for node in tree.body for name in imports(ast.unparse(node), module) if not isinstance(node, ast.FunctionDef)
+    }
+    assert ("triton" in at_module_level) == module.endswith(".triton")
+    assert "jax_triton" not in at_module_level
 
 
 def test_transformers_can_be_imported_beside_our_kernels_folder() -> None:
@@ -233,7 +244,7 @@ def test_dependencies_are_what_is_imported() -> None:
         return {re.split(r"[^\w.-]", requirement)[0].lower().replace("-", "_") for requirement in requirements}
 
     required, optional = names(project["dependencies"]), names(itertools.chain.from_iterable(project["optional-dependencies"].values()))
-    distributions = {"orbax": "orbax_checkpoint", "triton": "jax_triton"}
+    distributions = {"orbax": "orbax_checkpoint"}
     imported = {name.split(".")[0] for module, path in MODULES.items() for name in imports(path.read_text(), module)}
     third_party = {distributions.get(name, name) for name in imported - sys.stdlib_module_names - {"specjax", "experiments"}}
     assert third_party - required - optional == set()
@@ -259,7 +270,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(tmp_path: Path) -> None:
     expected = {path.as_posix() for path in ours if path.parts[0] == "specjax"}
     expected |= {f"specjax/{path.as_posix()}" for path in ours if path.parts[0] in ("kernels", "checkpoints")}
     data = [path.relative_to(ROOT).as_posix() for path in tracked_files()]
-    expected |= {f"specjax/{name}" for name in data if name.startswith(PRETRAINED)}
+    expected |= {f"specjax/{name}" for name in data if name.startswith(PRETRAINED) or name == "kernels/measured.json"}
     assert names == expected
 
 

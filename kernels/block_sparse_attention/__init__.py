@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from specjax.kernels.block_sparse_attention.reference import block_sparse_attention_reference
+from specjax.kernels.few_row_attention import ListedBlocks, few_row_attention, serves
+from specjax.kernels.measured import dispatch
+from specjax.kernels.shapes import AttentionShape
 
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 
 def block_sparse_attention(
@@ -40,13 +45,14 @@ def block_sparse_attention(
         scale: Factor on the scores.
         step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
         row_mask: `[B,K,T,C]` bool, which of the listed blocks each row attends to; `None` is all.
-        implementation: `"auto"` or `"reference"`.
+        implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 16 rows (128 rows times N / K); passes of
+            more rows are the reference's. `"auto"` takes what was measured to be the fastest: see `specjax.kernels.measured`.
 
     Returns:
         `[B,T,N,H]` in the dtype of `query`.
 
     Raises:
-        ValueError: Shapes that disagree, or an unknown implementation.
+        ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"block_sparse_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
@@ -65,15 +71,16 @@ def block_sparse_attention(
         )
     if row_mask is not None and row_mask.shape != (*keys.shape[:2], query.shape[1], block_ids.shape[2]):
         raise ValueError(f"block_sparse_attention: row_mask must be [B,K,T,C] for {query.shape}, {block_ids.shape}, got {row_mask.shape}")
-    return block_sparse_attention_reference(
-        query,
-        keys,
-        values,
-        length,
-        block_ids,
-        num_blocks,
-        block_size=block_size,
-        scale=scale,
-        step_mask=step_mask,
-        row_mask=row_mask,
-    )
+
+    def reference(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, listed: ListedBlocks, mask: jax.Array | None) -> jax.Array:
+        options: dict[str, Any] = dict(block_size=block_size, scale=scale, row_mask=listed.row_mask, step_mask=mask)
+        return block_sparse_attention_reference(q, k, v, length, listed.block_ids, listed.num_blocks, **options)
+
+    def triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, listed: ListedBlocks, mask: jax.Array | None) -> jax.Array:
+        return few_row_attention(q, k, v, length, scale=scale, step_mask=mask, listed=listed)
+
+    arrays = query, keys, values, length, ListedBlocks(block_ids, num_blocks, row_mask, block_size=block_size), step_mask
+    if not serves(query.shape, keys.shape[1]):
+        return reference(*arrays)
+    shape = AttentionShape.of(query.shape, keys.shape, kept_slots=block_ids.shape[2] * block_size, block_size=block_size)
+    return dispatch(implementation, shape, keys.dtype, triton=triton, reference=reference, arrays=arrays)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from specjax.kernels.cached_attention.reference import cached_attention_reference
+from specjax.kernels.few_row_attention import few_row_attention, serves
+from specjax.kernels.measured import dispatch
+from specjax.kernels.shapes import AttentionShape
 
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 
 def cached_attention(
@@ -36,13 +41,15 @@ def cached_attention(
         step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
         window: Latest slots that a row attends to, its own included; `None` is all.
         sinks: `[N]`, a score of each head that takes part in the softmax and has no value; `None` for none.
-        implementation: `"auto"` or `"reference"`.
+        implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 16 rows (128 rows times N / K); passes of
+            more rows, such as a prefill, are the reference's. `"auto"` takes what was measured to be the fastest: see
+            `specjax.kernels.measured`.
 
     Returns:
         `[B,T,N,H]` in the dtype of `query`.
 
     Raises:
-        ValueError: Shapes that disagree, or an unknown implementation.
+        ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"cached_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
@@ -56,4 +63,13 @@ def cached_attention(
         raise ValueError(f"cached_attention: window must be at least 1, got {window}")
     if sinks is not None and sinks.shape != (query.shape[2],):
         raise ValueError(f"cached_attention: sinks must have a score for each of the {query.shape[2]} heads, got shape {sinks.shape}")
-    return cached_attention_reference(query, keys, values, length, step_mask=step_mask, window=window, sinks=sinks, scale=scale)
+
+    def positional(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda q, k, v, length, mask, sinks: attention(q, k, v, length, step_mask=mask, window=window, sinks=sinks, scale=scale)
+
+    arrays = query, keys, values, length, step_mask, sinks
+    reference, triton = positional(cached_attention_reference), positional(few_row_attention)
+    if not serves(query.shape, keys.shape[1]):
+        return reference(*arrays)
+    shape = AttentionShape.of(query.shape, keys.shape)
+    return dispatch(implementation, shape, keys.dtype, triton=triton, reference=reference, arrays=arrays)

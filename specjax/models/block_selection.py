@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.kernels.block_scores import block_scores
+from specjax.kernels.block_selection import block_selection, top_blocks
 from specjax.sparsity.attention_sparsity import SparseAttention
 
 
@@ -41,6 +42,7 @@ def select_blocks(
     *,
     layer: int,
     counted: jax.Array | None = None,
+    implementation: str = "auto",
 ) -> Selection:
     """Chooses for each batch row and key/value head.
 
@@ -53,6 +55,7 @@ def select_blocks(
         layer: Its index, for `"random"`.
         counted: `[B,T]` bool, the first few rows of each, which count; `None` is all. The others have no say in what is read, and what
             they attend to is not defined.
+        implementation: Passed to `block_selection`, which one query's choice by mean keys is.
 
     Returns:
         The `Selection`.
@@ -68,18 +71,18 @@ def select_blocks(
         scorers = jnp.where(counted[..., None, None], query, query[:, :1])
     else:
         scorers = query
-    scores = _scores(settings, scorers, keys, summaries, length, layer)  # [B,K,R,NB]
-
     block, total = jnp.arange(num_blocks), length + rows_that_count(num_rows, counted)
-    first_open, num_there = length // size, jnp.minimum(-(-total // size), num_blocks)
-    forced = (block < settings.head_blocks) | (block >= (first_open - settings.tail_blocks)[:, None])
-    there = block < num_there[:, None]
-    num_forced = (forced & there).sum(axis=1)
-    num_kept = jnp.clip(settings.budget_blocks(total), num_forced, num_there)
-    ranked = jnp.where(there[:, None, None], jnp.where(forced[:, None, None], jnp.inf, scores), -jnp.inf)
-    _, ids = lax.top_k(ranked, settings.max_chosen(capacity=capacity, num_rows=num_rows))
+    first_tail, num_there = length // size - settings.tail_blocks, jnp.minimum(-(-total // size), num_blocks)
+    always = ((block < settings.head_blocks) | (block >= first_tail[:, None])) & (block < num_there[:, None])
+    num_kept = jnp.clip(settings.budget_blocks(total), always.sum(axis=1, dtype=jnp.int32), num_there)
+    budget = dict(head_blocks=settings.head_blocks, max_chosen=settings.max_chosen(capacity=capacity, num_rows=num_rows))
+    if settings.score == "mean" and scorers.shape[1] == 1:
+        options: dict[str, Any] = dict(group=settings.group, implementation=implementation)
+        chosen_blocks = block_selection(scorers[:, 0], summaries[0], first_tail, num_there, num_kept, **budget, **options)
+        return Selection(*chosen_blocks, row_mask=None)
+    scores = _scores(settings, scorers, keys, summaries, length, layer)  # [B,K,R,NB]
     # num_blocks stands for "none" until the end: it sorts behind every block.
-    chosen = jnp.sort(jnp.where(jnp.arange(ids.shape[-1]) < num_kept[:, None, None, None], ids, num_blocks), axis=-1)
+    chosen = top_blocks(scores, first_tail, num_there, num_kept, **budget)
     if chosen.shape[2] == 1:
         listed, row_mask = chosen[:, :, 0], None
     else:

@@ -6,6 +6,7 @@ Lossy wherever a block is left out. A layer's rows are written to the cache firs
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ class SparsePass:
         num_rows: T.
         counted: `[B,T]` bool, rows whose queries count in a choice; `None` is all.
         step_mask: `[T,T]` bool among the new rows; `None` is causal.
-        implementation: Passed to `block_sparse_attention`.
+        implementation: Passed to `block_selection` and `block_sparse_attention`.
 
     Raises:
         ValueError: A cache that is not whole blocks or lacks the summaries that the score reads.
@@ -95,7 +96,8 @@ class SparsePass:
             assert sinks is None
             kept, length = written_layer(self.cache, layer, key, value), self.cache.length
             if anchor == layer:
-                selection = select_blocks(settings, query, kept.keys, kept.summaries, length, layer=layer, counted=self.counted)
+                options: dict[str, Any] = dict(layer=layer, counted=self.counted, implementation=self.implementation)
+                selection = select_blocks(settings, query, kept.keys, kept.summaries, length, **options)
             else:
                 selection = earlier[anchor].selection
             assert isinstance(selection, Selection)

@@ -1,0 +1,196 @@
+"""How near the memory's bandwidth does each kernel come, and does it beat what XLA makes of the reference?
+
+Command: python -m experiments.run kernels --record
+Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
+Time: about 6 minutes, not measured yet
+Result: not measured yet
+
+`us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop
+without the operation, over the copies. Together the copies are four times the L2 cache, or what is lacking is read besides, in both loops:
+every copy comes from memory, as a layer's cache does in a model. A call's result is the next one's query, or is added to it, so that
+nothing is computed once for all; for `block_selection` and `low_rank_argmax` that is a small elementwise operation, and in `us`.
+
+`floor_us` is the time that the bytes which must move (keys and values of the slots that are read, summaries, factors) take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.experiment import ExperimentError
+from experiments.timing import Loop, LoopTiming, time_loops
+from specjax.kernels.cases import arguments
+from specjax.kernels.cases import run as run_case
+from specjax.kernels.few_row_attention import TuningConfig
+from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, Shape
+from specjax.kernels.triton_call import what_is_missing
+
+SIZES = {"full": SHAPES, "tiny": TINY_SHAPES}
+IMPLEMENTATIONS = ("reference", "triton")
+EMPTY = "empty"
+_MAX_COPIES = 32
+_TIMES_L2 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings.
+
+    Attributes:
+        shapes: "full", those of `specjax.kernels.shapes`, or "tiny".
+        ops: Operations to measure; none is all.
+        implementations: "reference", and of "triton" and "triton@PARTS:SLOTS:WARPS:STAGES", few-row attention cut as `TuningConfig` says.
+        dtype: Of the arrays.
+        l2_bytes: The cache that inputs must exceed.
+        bandwidth_bytes_per_s: What the floors divide by.
+        short_steps: Steps of the short loop.
+        long_steps: Steps of the long loop.
+        repeats: Pairs of loops.
+        compile_threads: Programs to compile at a time.
+    """
+
+    shapes: str = "full"
+    ops: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    dtype: str = "bfloat16"
+    l2_bytes: int = 60_000_000
+    bandwidth_bytes_per_s: float = 4.3e12
+    short_steps: int = 10
+    long_steps: int = 110
+    repeats: int = 7
+    compile_threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shapes not in SIZES:
+            raise ExperimentError(f"shapes must be one of {', '.join(SIZES)}, got {self.shapes!r}")
+        known = {shape.op for shape in SHAPES}
+        if set(self.ops) - known:
+            raise ExperimentError(f"ops must be some of {', '.join(sorted(known))}, got {', '.join(self.ops)}")
+        bare = {name.partition("@")[0] for name in self.implementations}
+        if "reference" not in self.implementations or bare - set(IMPLEMENTATIONS):
+            raise ExperimentError(f"implementations must be reference, and may be triton, got {', '.join(self.implementations) or 'none'}")
+        for name in self.implementations:
+            tuning_of(name)
+
+
+def run(config: Config) -> Iterator[dict]:
+    """One row a shape and implementation."""
+    for shape, times in measure(config):
+        for implementation, us in times.items():
+            floor_us = shape.moved_bytes(jnp.dtype(config.dtype).itemsize) / config.bandwidth_bytes_per_s * 1e6
+            yield {
+                "op": shape.op,
+                "shape": dataclasses.asdict(shape),
+                "implementation": implementation,
+                "us": us,
+                "reference_us": times["reference"],
+                "floor_us": floor_us,
+                "ratio_to_floor": us / floor_us,
+                "weights": "random",
+                "synthetic": False,
+            }
+
+
+def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:
+    """Microseconds of a call by implementation, shape by shape.
+
+    Raises:
+        ExperimentError: A kernel is asked for that cannot run here.
+    """
+    missing = what_is_missing() if set(config.implementations) != {"reference"} else None
+    if missing is not None:
+        raise ExperimentError(f"{missing}; implementations=reference measures XLA alone")
+    for shape in SIZES[config.shapes]:
+        if not config.ops or shape.op in config.ops:
+            timings = time_loops(
+                loops(shape, config),
+                short=config.short_steps,
+                long=config.long_steps,
+                repeats=config.repeats,
+                compile_threads=config.compile_threads,
+            )
+            yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in timings if name != EMPTY}
+
+
+def loops(shape: Shape, config: Config) -> dict[str, Loop]:
+    """A loop for each implementation that the operation has, and one that only reads what the cache's size lacks."""
+    dtype, copies = jnp.dtype(config.dtype), num_copies(shape, config)
+    make = jax.jit(lambda rng: arguments(shape, dtype, rng))
+    all_arrays = [make(rng) for rng in jax.random.split(jax.random.key(0), copies)]
+    lacking = max(0, _TIMES_L2 * config.l2_bytes - copies * shape.moved_bytes(dtype.itemsize))
+    params = {"rest": [arrays[1:] for arrays in all_arrays], "lacking": jnp.arange(max(1, lacking // 4), dtype=jnp.int32)}
+    state = (all_arrays[0][0], jnp.int32(0))
+
+    def step(implementation: str | None) -> Callable[[Any, Any], Any]:
+        def repeated(params: Any, state: Any) -> Any:
+            query, mark = state
+            if implementation is not None:
+                bare, tuning = implementation.partition("@")[0], tuning_of(implementation)
+                for rest in params["rest"]:
+                    query = _next_query(shape, query, run_case(shape, (query, *rest), bare, tuning=tuning))
+            return query, (params["lacking"] ^ mark).max()  # the mark changes: the sum is not a constant of the loop
+
+        return repeated
+
+    can_be_tuned = isinstance(shape, AttentionShape)
+    names = (None, *(name for name in config.implementations if can_be_tuned or "@" not in name))
+    return {name or EMPTY: Loop(step(name), params, state) for name in names}
+
+
+def tuning_of(implementation: str) -> TuningConfig | None:
+    """What stands behind the `@` of an implementation's name.
+
+    Raises:
+        ExperimentError: Not four numbers that a `TuningConfig` takes.
+    """
+    _, at, text = implementation.partition("@")
+    if not at:
+        return None
+    try:
+        parts, block_slots, num_warps, num_stages = map(int, text.split(":"))
+        return TuningConfig(parts=parts, block_slots=block_slots, num_warps=num_warps, num_stages=num_stages)
+    except ValueError as error:
+        raise ExperimentError(f"expected triton@PARTS:SLOTS:WARPS:STAGES, got {implementation!r}: {error}") from None
+
+
+def _next_query(shape: Shape, query: jax.Array, result: Any) -> jax.Array:
+    if isinstance(shape, AttentionShape):
+        return result
+    # A factor of a millionth: the queries stay what they were.
+    return query + (jax.tree.leaves(result)[0].astype(jnp.float32).mean() * 1e-6).astype(query.dtype)
+
+
+def num_copies(shape: Shape, config: Config) -> int:
+    """Calls in a step: what it takes to exceed the cache, within reason."""
+    return max(1, min(_MAX_COPIES, -(-_TIMES_L2 * config.l2_bytes // shape.moved_bytes(jnp.dtype(config.dtype).itemsize))))
+
+
+def marginal_us(timings: dict[str, LoopTiming], name: str, copies: int) -> float:
+    """A call's time: what the loop takes more than the one without it, over the calls in a step."""
+    return 1e3 * (timings[name].median_ms - timings[EMPTY].median_ms) / copies
+
+
+def show(row: dict) -> str:
+    """A row's main figures on one line."""
+    sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items() if size is not None)
+    line = f"{row['op']:22} {row['implementation']:18} {row['us']:8.1f} us, {row['ratio_to_floor']:5.2f} x its floor"
+    lost = "" if row["us"] > 0 else "  (lost in noise: use longer loops)"
+    return f"{line}, reference {row['reference_us']:8.1f} us  {sizes}{lost}"
+
+
+def columns(row: dict) -> dict:
+    """What the report shows of a row."""
+    return {
+        "operation": row["op"],
+        "shape": " ".join(f"{name} {size}" for name, size in row["shape"].items() if size is not None),
+        "implementation": row["implementation"],
+        "µs": row["us"],
+        "floor, µs": row["floor_us"],
+        "ratio": f"{row['ratio_to_floor']:.2f}",
+        "reference, µs": row["reference_us"],
+    }

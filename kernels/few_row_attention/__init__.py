@@ -1,0 +1,218 @@
+"""Attention of up to 16 rows over a long cache or over listed blocks of it: what `"triton"` means in two operations.
+
+Serves `cached_attention` and `block_sparse_attention`, whose references are its specification.
+
+Reads the slots below `length + T` (of listed blocks, in the window) once: `2 H` numbers each, for all rows and query heads of a key/value
+head. Aims at the memory's bandwidth; T rows times N / K query heads are at most 128 rows of a matrix product, far below what would make it
+the limit. Writes `[B,T,N,H]`, and with P parts `B N T P H` float32 besides, which a second launch merges in a fixed order: results repeat
+bit for bit. bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a
+mesh are gathered whole, for XLA knows nothing of a kernel's insides: `"reference"` is for those.
+
+One launch whose last program merges was left aside: its counter must be zeroed before every launch, and that is a launch too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.kernels.triton_call import power_of_two, triton_call
+
+MAX_ROWS = 16
+MAX_PACKED_ROWS = 128
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+# Two programs for each of an H200's 132 multiprocessors: while one waits for its first tile, the other reads.
+_PROGRAMS = 264
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """How the work is cut.
+
+    Attributes:
+        parts: Programs that share the slots of one batch row and key/value head; a power of two.
+        block_slots: Slots of a tile; a power of two.
+        num_warps: Warps a program.
+        num_stages: Tiles in flight.
+
+    Raises:
+        ValueError: A size that Triton cannot work with.
+    """
+
+    parts: int
+    block_slots: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("parts", 1, 128), ("block_slots", 16, 256), ("num_warps", 1, 16)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
+                raise ValueError(f"TuningConfig.{name} must be a power of two from {least} to {most}, got {value!r}")
+        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"TuningConfig.num_stages must be an int from 1 to 8, got {self.num_stages!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ListedBlocks:
+    """The blocks that are read, and by whom; arguments of `block_sparse_attention`.
+
+    Attributes:
+        block_ids: `[B,K,C]` int32.
+        num_blocks: `[B,K]` int32.
+        row_mask: `[B,K,T,C]` bool or `None`.
+        block_size: Slots a block; static.
+    """
+
+    block_ids: jax.Array
+    num_blocks: jax.Array
+    row_mask: jax.Array | None
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+
+def serves(query_shape: tuple[int, ...], num_kv_heads: int) -> bool:
+    """Whether a pass has so few rows that these kernels are meant for it; others (a prefill) are the reference's.
+
+    Args:
+        query_shape: `(B, T, N, H)`.
+        num_kv_heads: K.
+    """
+    return query_shape[1] <= MAX_ROWS and query_shape[1] * query_shape[2] // num_kv_heads <= MAX_PACKED_ROWS
+
+
+def check_supported(query: jax.Array, keys: jax.Array) -> None:
+    """Refuses what the kernels were not written for.
+
+    Args:
+        query: `[B,T,N,H]`.
+        keys: `[B,K,S,H]`.
+
+    Raises:
+        ValueError: Dtypes that differ or are not supported, or a head size out of range.
+    """
+    if query.dtype != keys.dtype or query.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        raise ValueError(f"implementation 'triton' needs query and cache of one dtype, of {names}; got {query.dtype} and {keys.dtype}")
+    if not 16 <= query.shape[3] <= 256:
+        raise ValueError(f"implementation 'triton' needs a head size H from 16 to 256, got {query.shape[3]}")
+
+
+def default_tuning(*, packed_rows: int, num_heads: int, num_slots: int, slot_bytes: int, is_listed: bool) -> TuningConfig:
+    """Enough parts to keep an H200 busy, and no more than there are tiles.
+
+    Args:
+        packed_rows: T N / K.
+        num_heads: B K.
+        num_slots: Most slots that may be read: of the cache, of the listed blocks, or in the window.
+        slot_bytes: Bytes of a key, H numbers.
+        is_listed: Whether blocks are listed.
+    """
+    block_slots = 64
+    while (
+        block_slots > 16 and block_slots * slot_bytes > 16384
+    ):  # keys and values of two tiles, and the queries, fit a multiprocessor twice
+        block_slots //= 2
+    wanted = max(1, min(_PROGRAMS // num_heads, -(-num_slots // block_slots), 128))
+    return TuningConfig(
+        parts=1 << (wanted.bit_length() - 1),  # the power of two at or below
+        block_slots=block_slots,
+        num_warps=8 if packed_rows > 64 else 4,
+        num_stages=5 if is_listed else 3,  # two tiles in flight: of an indirect load Triton halves the stages
+    )
+
+
+def few_row_attention(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+    step_mask: jax.Array | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    listed: ListedBlocks | None = None,
+    tuning: TuningConfig | None = None,
+) -> jax.Array:
+    """What `cached_attention`, or with `listed` `block_sparse_attention`, computes; see there.
+
+    Args:
+        query: `[B,T,N,H]`, few rows in the sense of `serves`.
+        keys: `[B,K,S,H]`.
+        values: `[B,K,S,H]`.
+        length: `[B]` int32.
+        scale: Factor on the scores; static.
+        step_mask: `[T,T]` bool or `None` for causal.
+        window: Latest slots that a row attends to, or `None`; static.
+        sinks: `[N]` or `None`.
+        listed: The blocks that are read; `None` is all.
+        tuning: How the work is cut; static. `None` takes `default_tuning`.
+
+    Returns:
+        `[B,T,N,H]` in the dtype of `query`.
+
+    Raises:
+        ValueError: What `check_supported` refuses, or no device or package to run it.
+    """
+    check_supported(query, keys)
+    batch_size, num_rows, num_query_heads, head_dim = query.shape
+    num_kv_heads, capacity = keys.shape[1:3]
+    group_size = num_query_heads // num_kv_heads
+    packed_rows = num_rows * group_size
+    width = 1 if listed is None else listed.block_ids.shape[2]
+    if tuning is None:
+        num_slots = capacity if listed is None else min(capacity, width * listed.block_size)
+        num_slots = num_slots if window is None else min(num_slots, window + num_rows)
+        tuning = default_tuning(
+            packed_rows=packed_rows,
+            num_heads=batch_size * num_kv_heads,
+            num_slots=num_slots,
+            slot_bytes=head_dim * keys.dtype.itemsize,
+            is_listed=listed is not None,
+        )
+
+    sizes: dict[str, Any] = dict(NUM_ROWS=num_rows, GROUP=group_size, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PARTS=tuning.parts)
+    sizes |= dict(HAS_SINKS=sinks is not None, BLOCK_H=power_of_two(head_dim))
+    constants: dict[str, Any] = dict(
+        CAPACITY=capacity, SCALE=float(scale) * math.log2(math.e), WINDOW=window or 0, LISTED=listed is not None, WIDTH=width
+    )
+    constants |= dict(BLOCK_SIZE=1 if listed is None else listed.block_size, BLOCK_M=max(16, power_of_two(packed_rows)))
+    constants |= dict(HAS_ROW_MASK=listed is not None and listed.row_mask is not None, BLOCK_S=tuning.block_slots)
+    unread = length  # stands where the kernel reads nothing
+    block_ids, num_blocks = (unread, unread) if listed is None else (listed.block_ids, listed.num_blocks)
+    row_mask = unread if listed is None or listed.row_mask is None else listed.row_mask
+    arrays = [query, keys, values, length, _step_bits(step_mask, num_rows), block_ids, num_blocks, row_mask]
+    arrays.append(unread if sinks is None else sinks)
+
+    result = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    parts_shape = (batch_size, num_kv_heads, tuning.parts, packed_rows)
+    parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*parts_shape, head_dim), parts_shape, parts_shape)]
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    attended = triton_call(
+        "few_row_attention",
+        "attend_part",
+        *arrays,
+        out_shapes=[result, one, one] if tuning.parts == 1 else parts,
+        grid=(tuning.parts, batch_size * num_kv_heads),
+        constants=sizes | constants,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if tuning.parts == 1:
+        return attended[0]
+    grid = (packed_rows, batch_size * num_kv_heads)
+    options: dict[str, Any] = dict(out_shapes=[result], grid=grid, constants=sizes | dict(BLOCK_P=tuning.parts), num_warps=4, num_stages=1)
+    return triton_call("few_row_attention", "merge_parts", *attended, arrays[-1], **options)[0]
+
+
+def _step_bits(step_mask: jax.Array | None, num_rows: int) -> jax.Array:
+    """`[T]` int32: bit u of entry t says whether new row t attends to new row u."""
+    if step_mask is None:
+        return jnp.asarray((2 << np.arange(num_rows)) - 1, jnp.int32)
+    return (jnp.asarray(step_mask, jnp.int32) << jnp.arange(num_rows, dtype=jnp.int32)).sum(axis=1, dtype=jnp.int32)

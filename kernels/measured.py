@@ -1,0 +1,114 @@
+"""What `implementation="auto"` means: the implementation that was measured to be the fastest for this device, dtype and shape.
+
+The measurements are `measured.json`, which `python -m experiments.run tune` fills. A device, dtype or shape that is not in it takes the
+reference, and so does a process with several devices. The choice is made while a call is traced, from static values.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax.kernels.shapes import AttentionShape, LowRankShape, SelectionShape, Shape, bucket
+from specjax.kernels.triton_call import what_is_missing
+
+PATH = Path(__file__).parent / "measured.json"
+_SHAPES = {
+    "cached_attention": AttentionShape,
+    "block_sparse_attention": AttentionShape,
+    "block_selection": SelectionShape,
+    "low_rank_argmax": LowRankShape,
+}
+_KEYS = {"device", "op", "dtype", "shape", "implementation", "us", "reference_us"}
+Table = Mapping[tuple[Any, ...], str]
+
+
+def read_table(path: Path = PATH) -> Table:
+    """The fastest implementation by device, operation, dtype and rounded shape.
+
+    Args:
+        path: A JSON list of rows `{device, op, dtype, shape, implementation, us, reference_us}`; `implementation` is the fastest, `us` its
+            time in microseconds beside the reference's.
+
+    Raises:
+        ValueError: A row with other keys, an unknown operation or sizes that it does not have.
+    """
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, changed_ns: int) -> Table:
+    del changed_ns  # a file that was rewritten is read again
+    table = {}
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        if not isinstance(row, dict) or set(row) != _KEYS:
+            raise ValueError(f"{path.name}: a row must have the keys {sorted(_KEYS)}, got {row!r}")
+        if row["op"] not in _SHAPES:
+            raise ValueError(f"{path.name}: op must be one of {sorted(_SHAPES)}, got {row['op']!r}")
+        if row["implementation"] not in ("reference", "triton"):
+            raise ValueError(f"{path.name}: implementation must be 'reference' or 'triton', got {row['implementation']!r}")
+        try:
+            shape = _SHAPES[row["op"]](**row["shape"])
+        except TypeError as error:
+            raise ValueError(f"{path.name}: {row['shape']!r} is no shape of {row['op']}: {error}") from None
+        table[row["device"], row["op"], row["dtype"], bucket(shape)] = row["implementation"]
+    return table
+
+
+def is_triton_fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -> bool:
+    """Whether the table prefers the Triton kernel here, and it can run; never raises for want of a device or a package.
+
+    With several devices it says no: arrays may be sharded, and of a kernel's arguments XLA would gather all of every one on every device.
+
+    Args:
+        shape: Of the call.
+        dtype: Of what is read.
+        table: `None` reads the one that comes along.
+    """
+    table = read_table() if table is None else table
+    if not table:  # and so nothing asks JAX for its devices before it must
+        return False
+    devices = jax.devices()
+    if len(devices) > 1:
+        return False
+    key = (devices[0].device_kind, shape.op, jnp.dtype(dtype).name, bucket(shape))
+    return table.get(key) == "triton" and what_is_missing() is None
+
+
+def dispatch(
+    implementation: str, shape: Shape, dtype: Any, *, triton: Callable[..., Any], reference: Callable[..., Any], arrays: tuple[Any, ...]
+) -> Any:
+    """Runs one of two functions of the same arrays.
+
+    The Triton kernel of `"auto"` has the reference's derivative, and on other platforms than CUDA the reference runs in its place.
+
+    Args:
+        implementation: `"auto"`, `"reference"` or `"triton"`.
+        shape: What the table knows the call by.
+        dtype: Of what is read.
+        triton: The kernel.
+        reference: The reference.
+        arrays: Their positional arguments: pytrees of arrays.
+
+    Returns:
+        What the function returns.
+    """
+    if implementation == "triton":
+        return with_derivative_of(reference, triton)(*arrays)
+    if implementation == "auto" and is_triton_fastest(shape, dtype):
+        return lax.platform_dependent(*arrays, cuda=with_derivative_of(reference, triton), default=reference)
+    return reference(*arrays)
+
+
+def with_derivative_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
+    """`fast`, which has no derivative of its own, with that of `reference`."""
+    function = jax.custom_vjp(fast)
+    function.defvjp(lambda *arrays: (fast(*arrays), arrays), lambda arrays, cotangent: jax.vjp(reference, *arrays)[1](cotangent))
+    return function

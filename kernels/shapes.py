@@ -1,0 +1,143 @@
+"""Shapes of the operations that have kernels: those that tests, tuning and benchmarks share, and keys of the table of choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """`cached_attention`, or with `kept_slots` `block_sparse_attention`.
+
+    Attributes:
+        batch: B.
+        rows: T.
+        kv_heads: K.
+        group: Query heads of a key/value head, N / K.
+        head_dim: H.
+        slots: S.
+        kept_slots: Most slots of the listed blocks; `None` reads the whole cache.
+        block_size: Slots a listed block.
+    """
+
+    batch: int
+    rows: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    slots: int
+    kept_slots: int | None = None
+    block_size: int = 64
+
+    @classmethod
+    def of(cls, query: tuple[int, ...], keys: tuple[int, ...], *, kept_slots: int | None = None, block_size: int = 64) -> AttentionShape:
+        """From the shapes of the arrays, `[B,T,N,H]` and `[B,K,S,H]`."""
+        batch, rows, heads, head_dim = query
+        sizes = dict(batch=batch, rows=rows, kv_heads=keys[1], group=heads // keys[1], head_dim=head_dim, slots=keys[2])
+        return cls(**sizes, kept_slots=kept_slots, block_size=block_size)
+
+    @property
+    def op(self) -> str:
+        """The operation's name."""
+        return "cached_attention" if self.kept_slots is None else "block_sparse_attention"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: keys and values that are read, queries and results."""
+        read = self.slots if self.kept_slots is None else self.kept_slots
+        return itemsize * self.batch * self.kv_heads * self.head_dim * 2 * (read + self.rows * self.group)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectionShape:
+    """`block_selection`.
+
+    Attributes:
+        batch: B.
+        kv_heads: K.
+        group: N / K.
+        head_dim: H.
+        blocks: NB.
+        chosen: C, most blocks that are chosen.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    blocks: int
+    chosen: int
+    op: ClassVar[str] = "block_selection"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the summaries, the queries and the list."""
+        summaries = itemsize * self.head_dim * (self.blocks + self.group)
+        return self.batch * self.kv_heads * (summaries + 4 * self.chosen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRankShape:
+    """`low_rank_argmax`.
+
+    Attributes:
+        rows: M.
+        hidden: D.
+        rank: R.
+        vocab: V.
+    """
+
+    rows: int
+    hidden: int
+    rank: int
+    vocab: int
+    op: ClassVar[str] = "low_rank_argmax"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: both factors and the rows."""
+        return itemsize * (self.rank * (self.hidden + self.vocab) + self.rows * self.hidden)
+
+
+Shape = AttentionShape | SelectionShape | LowRankShape
+
+
+def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
+    """The key of a shape in the table: every size rounded up to a power of two, so that a measurement stands for its neighbours."""
+    sizes = dataclasses.asdict(shape)
+    return tuple((name, None if size is None else 1 << (size - 1).bit_length()) for name, size in sorted(sizes.items()))
+
+
+_LLAMA_8B = dict(kv_heads=8, group=4, head_dim=128)
+_QWEN_1_5B = dict(kv_heads=2, group=6, head_dim=128)
+_OLMOE = dict(kv_heads=16, group=1, head_dim=128)
+# Verification is G + 1 rows, drafting and plain decoding are one.
+ATTENTION_SHAPES = (
+    *(AttentionShape(batch=1, rows=rows, slots=slots, **_LLAMA_8B) for slots in (4096, 16384, 65536, 131072) for rows in (1, 6)),
+    *(AttentionShape(batch=8, rows=rows, slots=32768, **_LLAMA_8B) for rows in (1, 6)),
+    *(AttentionShape(batch=64, rows=rows, slots=2048, **_LLAMA_8B) for rows in (1, 6)),
+    AttentionShape(batch=1, rows=16, slots=16384, **_LLAMA_8B),
+    AttentionShape(batch=1, rows=6, slots=16384, **_QWEN_1_5B),
+    AttentionShape(batch=1, rows=6, slots=4096, **_OLMOE),
+)
+SPARSE_ATTENTION_SHAPES = (
+    *(AttentionShape(batch=1, rows=6, slots=slots, kept_slots=slots // 8, **_LLAMA_8B) for slots in (16384, 65536, 131072)),
+    AttentionShape(batch=1, rows=1, slots=16384, kept_slots=4096, **_LLAMA_8B),
+    AttentionShape(batch=1, rows=6, slots=16384, kept_slots=16384, **_LLAMA_8B),
+    AttentionShape(batch=8, rows=6, slots=32768, kept_slots=4096, **_LLAMA_8B),
+)
+SELECTION_SHAPES = (
+    *(SelectionShape(batch=1, blocks=blocks, chosen=blocks // 8, **_LLAMA_8B) for blocks in (256, 1024, 2048)),
+    SelectionShape(batch=8, blocks=512, chosen=64, **_LLAMA_8B),
+)
+LOW_RANK_SHAPES = (
+    *(LowRankShape(rows=rows, hidden=4096, rank=512, vocab=128256) for rows in (1, 8, 64)),
+    *(LowRankShape(rows=rows, hidden=2048, rank=256, vocab=151936) for rows in (1, 64)),
+)
+_TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
+# For a run that only shows that everything works.
+TINY_SHAPES: tuple[Shape, ...] = (
+    AttentionShape(rows=3, slots=64, **_TINY),
+    AttentionShape(rows=3, slots=64, kept_slots=32, block_size=16, **_TINY),
+    SelectionShape(blocks=8, chosen=4, **_TINY),
+    LowRankShape(rows=3, hidden=16, rank=8, vocab=40),
+)
+SHAPES: tuple[Shape, ...] = (*ATTENTION_SHAPES, *SPARSE_ATTENTION_SHAPES, *SELECTION_SHAPES, *LOW_RANK_SHAPES)

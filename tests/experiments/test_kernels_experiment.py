@@ -1,0 +1,121 @@
+"""Timing and tuning kernels on tiny shapes: what the loops hold, what the rows say, and the table that comes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import kernels, tune
+from experiments.experiment import ExperimentError, parse_config
+from experiments.record import check_row
+from specjax.kernels.measured import PATH, is_triton_fastest, read_table
+from specjax.kernels.shapes import SHAPES, TINY_SHAPES
+from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
+
+SMALL = ("shapes=tiny", "implementations=reference", "l2_bytes=0", "short_steps=1", "long_steps=3", "repeats=1", "dtype=float32")
+KEYS = {"op", "shape", "implementation", "us", "reference_us", "floor_us", "ratio_to_floor"}
+EVERY_ROWS_KEYS = {"weights", "synthetic"}
+
+
+def test_a_tiny_run_gives_a_row_for_each_operation() -> None:
+    rows = list(kernels.run(parse_config(kernels.Config, SMALL)))
+    assert [row["op"] for row in rows] == [shape.op for shape in TINY_SHAPES]
+    for row, shape in zip(rows, TINY_SHAPES, strict=True):
+        check_row(row)
+        assert set(row) == KEYS | EVERY_ROWS_KEYS
+        assert row["shape"] == dataclasses.asdict(shape)
+        assert row["us"] == row["reference_us"]
+        assert row["floor_us"] == shape.moved_bytes(4) / 4.3e12 * 1e6
+        assert row["ratio_to_floor"] == row["us"] / row["floor_us"]
+        assert row["op"] in kernels.show(row)
+        assert kernels.columns(row)["operation"] == row["op"]
+
+
+def test_every_call_of_a_step_counts_in_its_result() -> None:
+    config, shape = dataclasses.replace(parse_config(kernels.Config, SMALL), l2_bytes=16_000), TINY_SHAPES[0]
+    loop = kernels.loops(shape, config)["reference"]
+    copies = loop.params["rest"]
+    assert len(copies) == kernels.num_copies(shape, config) > 1
+    step = jax.jit(loop.step)
+    query, _ = step(loop.params, loop.state)
+    for index, (keys, values, length) in enumerate(copies):
+        changed = [*copies[:index], (keys, values * 3, length), *copies[index + 1 :]]
+        assert not np.array_equal(query, step({**loop.params, "rest": changed}, loop.state)[0])
+
+
+def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_besides() -> None:
+    config = kernels.Config()
+    for shape in SHAPES:
+        read = kernels.num_copies(shape, config) * shape.moved_bytes(2)
+        assert read >= 4 * config.l2_bytes or kernels.num_copies(shape, config) == 32
+    (small,) = (shape for shape in TINY_SHAPES if shape.op == "cached_attention")
+    small_config = dataclasses.replace(parse_config(kernels.Config, SMALL), l2_bytes=1_000_000)
+    loop = kernels.loops(small, small_config)["reference"]
+    assert loop.params["lacking"].nbytes + 32 * small.moved_bytes(4) == pytest.approx(4_000_000, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shapes=huge"], "shapes must be one of full, tiny, got 'huge'"),
+        (["ops=matmul"], "ops must be some of .*cached_attention.*, got matmul"),
+        (["implementations=reference,triton@3:64:4:3"], "PARTS:SLOTS:WARPS:STAGES.*parts must be a power of two from 1 to 128, got 3"),
+        (["implementations=reference,triton@fast"], "expected triton@PARTS:SLOTS:WARPS:STAGES, got 'triton@fast'"),
+        (["implementations=triton"], "implementations must be reference, and may be triton, got triton"),
+    ],
+)
+def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        parse_config(kernels.Config, words)
+
+
+@needs_triton
+def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
+    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2"]
+    with interpreted():
+        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax"])))
+        assert "merge_parts" in launches
+    assert [(row["op"], row["implementation"]) for row in rows] == [
+        ("cached_attention", "reference"),
+        ("cached_attention", "triton@2:16:4:2"),
+        ("low_rank_argmax", "reference"),
+    ]
+
+
+def test_a_kernel_that_cannot_run_here_ends_the_run_with_a_reason() -> None:
+    with pytest.raises(ExperimentError, match=r"needs a CUDA device.*; implementations=reference measures XLA alone"):
+        list(kernels.run(parse_config(kernels.Config, ["shapes=tiny"])))
+    with pytest.raises(ExperimentError, match="must name both"):
+        parse_config(tune.Config, ["implementations=reference"])
+    assert parse_config(tune.Config, []).table == str(PATH)
+
+
+def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third, _ = TINY_SHAPES
+    measured: list[Any] = [(first, dict(reference=2.0, triton=1.0)), (second, dict(reference=1.0, triton=0.98))]
+    monkeypatch.setattr(kernels, "measure", lambda config: iter(measured))
+    path = tmp_path / "table.json"
+    others = dict(device="other", op=third.op, dtype="bfloat16", shape=dataclasses.asdict(third))
+    path.write_text(json.dumps([others | dict(implementation="triton", us=1, reference_us=2)]))
+    config = tune.Config(table=str(path))
+    for row in tune.run(config):
+        check_row(row)
+        assert row["op"] in tune.show(row)
+    monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: None)
+    assert is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
+    assert not is_triton_fastest(second, jnp.bfloat16, table=read_table(path))  # within the noise
+    measured[:] = [(second, dict(reference=1.0, triton=-0.1))]
+    assert [row["implementation"] for row in tune.run(config)] == ["reference"]
+    measured[:] = [(first, dict(reference=1.0, triton=2.0))]
+    assert [row["implementation"] for row in tune.run(config)] == ["reference"]
+    assert not is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
+    assert [row["device"] for row in json.loads(path.read_text())].count("other") == 1
+    assert len(json.loads(path.read_text())) == 3

@@ -1,0 +1,134 @@
+"""The compiled kernels on a real device: `pytest -m gpu tests/kernels/test_kernels_on_gpu.py`, with `--full` over all of it.
+
+An interpreter cannot see wrong layouts or races, and both have given wrong numbers on Hopper (chained products above all).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.kernels.block_sparse_attention import block_sparse_attention
+from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.cases import arguments, run
+from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
+from specjax.kernels.shapes import SHAPES, AttentionShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.triton_call import what_is_missing
+
+# Relative to the largest result. bfloat16: weights and results of 8 bits, as in the reference. float32: another order of sums.
+TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
+FULL = pytest.mark.full
+MOST_BYTES = 2**31  # the largest shapes are the benchmark's
+SMALL = AttentionShape(batch=3, rows=5, kv_heads=2, group=4, head_dim=128, slots=1024)
+# Rows 1 and 2 are siblings under row 0; rows 3 and 4 are children of row 2.
+TREE = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 0, 1]], bool)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _compiles() -> None:
+    assert os.environ.get("TRITON_INTERPRET") != "1", "unset TRITON_INTERPRET: these tests are about compiled kernels"
+    assert what_is_missing() is None, what_is_missing()
+
+
+def check(shape: Shape, dtype: str, arrays: tuple[jax.Array, ...] | None = None) -> None:
+    arrays = arguments(shape, jnp.dtype(dtype), jax.random.key(0)) if arrays is None else arrays
+    got, again = (jax.jit(lambda *arrays: run(shape, arrays, "triton"))(*arrays) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, got, again)  # bit for bit
+    expected = jax.jit(lambda *arrays: run(shape, arrays, "reference"))(*arrays)
+    if isinstance(shape, SelectionShape):
+        _check_selection(shape, arrays, got, expected)
+    elif isinstance(shape, LowRankShape):
+        np.testing.assert_allclose(got[1], expected[1], rtol=TOLERANCES["float32"])  # the greatest score; its token may differ at a tie
+        assert (np.asarray(got[0]) == np.asarray(expected[0])).mean() > 0.9
+    else:
+        got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
+
+
+def _check_selection(shape: SelectionShape, arrays: Any, got: Any, expected: Any) -> None:
+    """Scores that differ in their last bits may swap neighbours at the edge, and nothing else."""
+    np.testing.assert_array_equal(got[1], expected[1])
+    for ours, theirs in zip(np.asarray(got[0]).reshape(-1, shape.chosen), np.asarray(expected[0]).reshape(-1, shape.chosen), strict=True):
+        assert (np.diff(ours) > 0).all()
+        assert len(set(ours) & set(theirs)) >= shape.chosen - 1
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.moved_bytes(2) < MOST_BYTES], ids=str)
+def test_every_measured_shape_equals_the_reference(shape: Shape) -> None:
+    check(shape, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", pytest.param("float16", marks=FULL)])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, pytest.param(256, marks=FULL)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 9, 16, *(pytest.param(rows, marks=FULL) for rows in (3, 4, 6, 7, 8, 12))])
+def test_dense_attention_equals_the_reference_on_the_device(rows: int, head_dim: int, dtype: str) -> None:
+    for group in (1, 4, 7):
+        shape = dataclasses.replace(SMALL, rows=rows, group=group, head_dim=head_dim)
+        query, keys, values, _ = arguments(shape, jnp.dtype(dtype), jax.random.key(1))
+        for lengths in ([0, 1, 63], [64, 65, 1000]):
+            length = jnp.asarray(lengths, jnp.int32)
+            beyond = (jnp.arange(shape.slots) >= length[:, None] + rows)[:, None, :, None]
+            check(shape, dtype, (query, jnp.where(beyond, jnp.nan, keys), values, length))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_sparse_attention_equals_the_reference_on_the_device(rows: int, block_size: int, dtype: str) -> None:
+    check(dataclasses.replace(SMALL, rows=rows, kept_slots=512, block_size=block_size), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=FULL)])
+@pytest.mark.parametrize("num_warps", [1, 2, 4, 8])
+@pytest.mark.parametrize("block_slots", [16, 32, 64, 128])
+def test_any_cut_of_the_work_gives_the_same_on_the_device(block_slots: int, num_warps: int, dtype: str) -> None:
+    for rows, group in ((1, 4), (5, 4), (16, 4)):
+        shape = dataclasses.replace(SMALL, rows=rows, group=group)
+        query, keys, values, _ = arguments(shape, jnp.dtype(dtype), jax.random.key(6))
+        tuning = TuningConfig(parts=4, block_slots=block_slots, num_warps=num_warps, num_stages=2)
+        check_attention(query, keys, values, jnp.asarray([7, 64, 1000], jnp.int32), dtype=dtype, tuning=tuning)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_windows_sinks_and_trees_equal_the_reference_on_the_device(parts: int, dtype: str) -> None:
+    query, keys, values, _ = arguments(SMALL, jnp.dtype(dtype), jax.random.key(2))
+    length = jnp.asarray([0, 63, 1000], jnp.int32)
+    sinks = jax.random.normal(jax.random.key(3), (SMALL.kv_heads * SMALL.group,), jnp.dtype(dtype))
+    for options in (dict(window=100), dict(sinks=sinks), dict(step_mask=TREE), dict(window=1, sinks=sinks, step_mask=TREE)):
+        check_attention(query, keys, values, length, dtype=dtype, tuning=TuningConfig(parts=parts, block_slots=32), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_rows_that_read_blocks_of_their_own_equal_the_reference_on_the_device(parts: int, dtype: str) -> None:
+    shape = dataclasses.replace(SMALL, kept_slots=512)
+    *arrays, ids, counts = arguments(shape, jnp.dtype(dtype), jax.random.key(4))
+    row_mask = jax.random.bernoulli(jax.random.key(5), 0.5, (*ids.shape[:2], shape.rows, ids.shape[2])).at[..., -1].set(True)
+    listed = ListedBlocks(ids, counts, row_mask, block_size=shape.block_size)
+    check_attention(*arrays, dtype=dtype, tuning=TuningConfig(parts=parts, block_slots=32), listed=listed, step_mask=TREE)
+
+
+def check_attention(*arrays: jax.Array, dtype: str, tuning: TuningConfig, **options: Any) -> None:
+    got = few_row_attention(*arrays, scale=0.1, tuning=tuning, **options)
+    if (listed := options.pop("listed", None)) is not None:
+        options |= dict(row_mask=listed.row_mask, block_size=listed.block_size)
+        expected = block_sparse_attention(*arrays, listed.block_ids, listed.num_blocks, scale=0.1, **options, implementation="reference")
+    else:
+        expected = cached_attention(*arrays, scale=0.1, **options, implementation="reference")
+    got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+    np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
+
+
+def test_the_kernel_is_in_the_compiled_program() -> None:
+    arrays = arguments(SMALL, jnp.bfloat16, jax.random.key(0))
+    text = jax.jit(lambda *arrays: run(SMALL, arrays, "triton")).lower(*arrays).compile().as_text()
+    assert text.count("triton_kernel_call") >= 2  # the parts, and their merge

@@ -1,0 +1,104 @@
+"""`"auto"`: the table of measurements, what it is keyed by, and what is taken where it says nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.kernels.measured import dispatch, is_triton_fastest, read_table
+from specjax.kernels.shapes import SHAPES, AttentionShape, LowRankShape, bucket
+
+SHAPE = AttentionShape(batch=1, rows=6, kv_heads=8, group=4, head_dim=128, slots=16384)
+
+
+def row(of: Any = SHAPE, **changes: Any) -> dict[str, Any]:
+    values = dict(device="GPU X", op=of.op, dtype="bfloat16", shape=dataclasses.asdict(of))
+    return values | dict(implementation="triton", us=1.0, reference_us=2.0) | changes
+
+
+def table(tmp_path: Path, *rows: Any) -> Any:
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(rows))
+    return read_table(path)
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, kind: str, *, number: int = 1, missing: str | None = None) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": kind})] * number)
+    monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: missing)
+
+
+def test_a_measurement_stands_for_shapes_of_the_same_powers_of_two_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = table(tmp_path, row(), row(dataclasses.replace(SHAPE, rows=1), implementation="reference"))
+    on_device(monkeypatch, "GPU X")
+    assert is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    assert is_triton_fastest(dataclasses.replace(SHAPE, rows=5, slots=8200), jnp.bfloat16, table=measured)
+    for change in (dict(rows=9), dict(rows=1), dict(slots=8192), dict(batch=2), dict(kept_slots=2048)):
+        assert not is_triton_fastest(dataclasses.replace(SHAPE, **change), jnp.bfloat16, table=measured)
+    assert not is_triton_fastest(SHAPE, jnp.float32, table=measured)
+
+
+def test_an_unknown_device_several_devices_or_a_missing_package_take_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = table(tmp_path, row())
+    on_device(monkeypatch, "GPU Y")
+    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    on_device(monkeypatch, "GPU X", number=2)
+    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    on_device(monkeypatch, "GPU X", missing="jax-triton is not there")
+    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+
+
+def test_the_table_that_comes_along_can_be_read_and_a_rewritten_one_is_read_again(tmp_path: Path) -> None:
+    read_table()
+    assert len(table(tmp_path, row())) == 1
+    assert len(table(tmp_path, row(), row(dtype="float32"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(more=1), "a row must have the keys"),
+        (dict(op="matmul"), "op must be one of .*got 'matmul'"),
+        (dict(implementation="pallas"), "implementation must be 'reference' or 'triton', got 'pallas'"),
+        (dict(shape={"rows": 1}), "is no shape of cached_attention"),
+    ],
+)
+def test_a_wrong_row_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        table(tmp_path, row(**changes))
+
+
+def test_auto_runs_the_reference_in_the_kernels_place_on_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specjax.kernels.measured.is_triton_fastest", lambda shape, dtype: True)
+
+    def triton(x: jax.Array) -> jax.Array:
+        return x + 100
+
+    call = jax.jit(lambda x: dispatch("auto", SHAPE, x.dtype, triton=triton, reference=lambda x: x + 1, arrays=(x,)))
+    np.testing.assert_array_equal(call(jnp.ones(2)), [2, 2])  # compiled for a CPU
+
+
+@pytest.mark.parametrize(("implementation", "expected"), [("auto", 2), ("reference", 2), ("triton", 101)])
+def test_what_was_asked_for_runs_and_has_the_references_derivative(implementation: str, expected: int) -> None:
+    def call(x: jax.Array) -> jax.Array:
+        functions = dict(triton=lambda x: x + 100, reference=lambda x: 1 + x**2)
+        return dispatch(implementation, SHAPE, x.dtype, **functions, arrays=(x,))
+
+    assert call(jnp.float32(1)) == expected
+    assert jax.grad(call)(jnp.float32(3)) == 6
+
+
+def test_the_shapes_that_are_measured_do_not_stand_for_one_another() -> None:
+    assert len({(shape.op, bucket(shape)) for shape in SHAPES}) == len(SHAPES)
+
+
+def test_bytes_that_must_move_are_those_of_the_arrays() -> None:
+    assert SHAPE.moved_bytes(2) == 2 * 2 * 8 * 128 * 16384 + 2 * 2 * 6 * 32 * 128
+    assert dataclasses.replace(SHAPE, kept_slots=2048).moved_bytes(2) == 2 * 2 * 8 * 128 * 2048 + 2 * 2 * 6 * 32 * 128
+    assert LowRankShape(rows=2, hidden=8, rank=4, vocab=10).moved_bytes(4) == 4 * (4 * 8 + 10 * 4 + 2 * 8)
