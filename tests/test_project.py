@@ -197,6 +197,7 @@ def test_only_kernels_in_tritons_language_import_it_at_module_level(module: str)
     assert "jax_triton" not in at_module_level
 
 
+@pytest.mark.full
 def test_transformers_can_be_imported_beside_our_kernels_folder() -> None:
     found = run_python(
         """

@@ -268,7 +268,7 @@ LEFT_BEHIND = "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptio
 
 
 @pytest.mark.filterwarnings(LEFT_BEHIND)
-@pytest.mark.parametrize("damage", ["cut", "removed"])
+@pytest.mark.parametrize("damage", ["cut", pytest.param("removed", marks=pytest.mark.full)])
 def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str) -> None:
     rng = np.random.default_rng(0)
     big = {name: rng.standard_normal((64, 64)).astype(np.float32) for name in ("a", "b")}

@@ -155,7 +155,9 @@ KILLED_CONVERSION = """
 """
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["no earlier checkpoint", "an earlier checkpoint"])
+@pytest.mark.parametrize(
+    "earlier", [pytest.param(False, id="no earlier checkpoint", marks=pytest.mark.full), pytest.param(True, id="an earlier checkpoint")]
+)
 def test_a_conversion_killed_twice_leaves_what_was_there_and_can_be_run_again(tmp_path: Path, source: Path, earlier: bool) -> None:
     destination, force = tmp_path / "out", "force" if earlier else ""
     if earlier:

@@ -89,6 +89,7 @@ def test_the_dtype_asked_for_is_that_of_model_and_parameters(tmp_path: Path) -> 
         load_checkpoint(tmp_path / "saved", dtype=jnp.float16)
 
 
+@pytest.mark.full
 def test_parameters_saved_on_eight_devices_are_restored_on_one_and_on_two(tmp_path: Path) -> None:
     save = """
         import sys

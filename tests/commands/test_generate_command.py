@@ -78,6 +78,7 @@ def test_the_chat_template_is_applied_unless_raw(target: Path) -> None:
     assert run(*words).stdout != run(*words, "--raw").stdout
 
 
+@pytest.mark.full
 def test_sampling_is_repeatable_by_seed(target: Path) -> None:
     words = (target, "hello", "--max-new-tokens", 12, "--ignore-eos", "--temperature", 1.5, "--top-p", 0.9, "--num-speculative-tokens", 2)
     one, again, other = run(*words, "--seed", 1), run(*words, "--seed", 1), run(*words, "--seed", 2)

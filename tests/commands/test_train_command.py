@@ -39,6 +39,7 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(app, ["train", *map(str, words)])
 
 
+@pytest.mark.full
 def test_drafters_are_trained_saved_and_draft(target: Path, data: Path, tmp_path: Path, full_grid: bool) -> None:
     out = tmp_path / "out"
     kinds = {"trimmed_40": TrimmedHead} | ({"low_rank_4": LowRankHead} if full_grid else {})

@@ -162,6 +162,7 @@ def test_a_head_that_the_drafter_has_already_is_gone_on_with_and_no_other_is_mad
         params_with_head(finished, FullHead(), None, jax.random.key(0))
 
 
+@pytest.mark.full
 def test_what_cannot_be_begun_with_is_refused_by_name(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", special_tokens=("<u>", "<x>"))
     larger = write_checkpoint(tmp_path / "larger", special_tokens=("<u>", "<a>", "<x>"))

@@ -46,6 +46,7 @@ def test_the_target_as_its_own_drafter_has_everything_accepted(target_path, data
     assert row["tokens_per_target_step_counting_prefill"] == pytest.approx(16 / 6)
 
 
+@pytest.mark.full
 def test_a_drafter_on_the_targets_features_is_named_and_gives_the_same_text(target_path, data_dir, tmp_path):
     drafter = write_drafter(tmp_path / "tiny-eagle3", target_path, "eagle3")
     row = rows_of(target_path, data_dir, f"drafter={drafter}")[0]

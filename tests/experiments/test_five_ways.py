@@ -23,6 +23,7 @@ def run_five_ways(target, *settings):
     return list(five_ways.run(parse_config(five_ways.Config, words)))
 
 
+@pytest.mark.full
 def test_five_ways_of_which_the_lossless_ones_give_one_text(target_path, drafter_path, task_data):
     rows = run_five_ways(target_path, f"drafter={drafter_path}", f"data={task_data}", "task=gsm8k", "max_sparse_steps=2", "adapt=false")
     assert [row["way"] for row in rows] == [way.name for way in five_ways.WAYS]

@@ -183,6 +183,7 @@ def test_prompts_fill_whole_batches_where_there_are_enough(per_set: int | None, 
     assert head_quality.number_of_prompts(head_quality.Config(prompts_per_set=per_set), available, batch) == expected
 
 
+@pytest.mark.full
 def test_what_cannot_be_compared_is_refused(drafters: dict[str, Path], target_path: Path, data_dir: Path) -> None:
     config = head_quality.Config(target=str(target_path), data_dir=str(data_dir), sets=("first",), dtype="float32")
     low_rank = (str(drafters["eagle3-low-rank"]),)

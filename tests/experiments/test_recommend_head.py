@@ -71,6 +71,7 @@ def low_rank_drafter(tmp_path_factory, target_path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_trained_drafter_is_decoded_with_timed_and_ranked(target_path, low_rank_drafter, data_dir, fixed_times):
     words = [f"target={target_path}", f"drafters={low_rank_drafter}", f"data_dir={data_dir}", "sets=first", "prompts_per_set=2"]
     config = parse_config(recommend_head.Config, [*words, "new_tokens=16", *SMALL])

@@ -42,6 +42,7 @@ def config_of(target_path, data, out, *settings):
     return parse_config(train_moe.Config, words)
 
 
+@pytest.mark.full
 def test_the_loss_falls_all_experts_are_used_and_the_checkpoint_is_a_target(target_path, tmp_path):
     data, held_out = write_counting(tmp_path / "data", target_path), write_counting(tmp_path / "held-out", target_path, seed=1)
     rows = list(train_moe.run(config_of(target_path, data, tmp_path / "moe", f"validation={held_out}", "steps=20")))

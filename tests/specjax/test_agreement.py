@@ -25,6 +25,7 @@ def measured(sparsity: SparsityConfig) -> Any:
     return measure_agreement(*tiny_target(), TOKENS, sparsity=sparsity, num_context=NUM_CONTEXT, num_rows=NUM_ROWS)
 
 
+@pytest.mark.full
 def test_agreement_is_that_of_passes_made_one_by_one() -> None:
     model, params = tiny_target()
     found = measured(SPARSE)

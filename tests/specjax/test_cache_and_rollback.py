@@ -71,6 +71,7 @@ def test_after_accepts_and_rejections_the_draft_models_cache_equals_a_prefill_of
     assert_cache_is_fresh(after.drafter_state, after.context, draft_model, draft_params, missing=2)
 
 
+@pytest.mark.full
 def test_the_draft_models_cache_stays_right_when_a_call_continues_another() -> None:
     target, params = tiny_target()
     prompts = random_prompts()

@@ -86,6 +86,7 @@ def test_the_window_counts_every_token_of_a_continued_context():
 
 
 @pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
+@pytest.mark.full
 def test_a_row_draws_the_same_alone_and_in_a_batch_whatever_its_keys_kind(implementation):
     config = dataclasses.replace(CONFIG, do_sample=True)
     keys = jax.random.split(jax.random.key(3, impl=implementation), 2)

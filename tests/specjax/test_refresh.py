@@ -63,6 +63,7 @@ def test_a_refresh_at_every_step_is_dense_decoding() -> None:
     assert (run_once(0).tokens != greedy_text(PROMPTS)).any(), "nothing was left out that matters"
 
 
+@pytest.mark.full
 def test_a_refresh_makes_the_cache_dense_up_to_where_it_stood_and_the_next_call_does_the_rest() -> None:
     output = run_once(3)
     dense_length = np.asarray(output.continuation.dense_length)

@@ -125,6 +125,7 @@ def test_channels_of_experts_are_counted_too() -> None:
         pytest.param("dense", dict(ffn=SparseFFN(keep=8 / 48, score="mean", per="batch")), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_padding_behind_short_drafts_changes_nothing(name: str, parts: dict) -> None:
     """Drafts of one token in passes over four rows are drafts of one token in passes over two."""
     sparsity = SparsityConfig(**parts)

@@ -19,7 +19,7 @@ def models() -> tuple[Any, ...]:
     return (*tiny_target(), PromptLookup(), None)
 
 
-@pytest.mark.parametrize("steps_per_update", [1, 5])
+@pytest.mark.parametrize("steps_per_update", [pytest.param(1, marks=pytest.mark.full), 5])
 def test_all_updates_together_equal_one_call(steps_per_update: int) -> None:
     eos = int(greedy_text(PROMPTS)[0, 9])
     arguments = dict(
@@ -42,6 +42,7 @@ def test_all_updates_together_equal_one_call(steps_per_update: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, output, expected)
 
 
+@pytest.mark.full
 def test_a_stream_leaves_the_continuation_that_it_starts_from_usable() -> None:
     first = speculative_generate(*models(), PROMPTS, config=CONFIG, rng=jax.random.key(0))
     more = random_prompts((3,) * 5, seed=8)

@@ -183,6 +183,7 @@ def test_afterwards_the_caches_are_those_of_a_dense_prefill_and_a_draft_models_t
 
 
 @pytest.mark.parametrize("drafter_name", ["EAGLE-3", pytest.param("Medusa", marks=FULL), pytest.param("Hydra", marks=FULL)])
+@pytest.mark.full
 def test_afterwards_a_drafter_on_features_knows_those_of_dense_passes(drafter_name: str) -> None:
     drafter, params = drafters(drafter_name)
     output = run(sparse(FIXED, **MILD), drafter_name, 3)
@@ -304,6 +305,7 @@ def test_what_would_not_be_lossless_is_refused_by_name() -> None:
 
 @FULL
 @pytest.mark.parametrize("drafter_name", ["none", "draft model"])
+@pytest.mark.full
 def test_sampling_at_temperature_zero_is_greedy(drafter_name: str) -> None:
     target, params = tiny_target()
     config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=2, do_sample=True, sparsity=sparse(FIXED, **MILD))
@@ -313,6 +315,7 @@ def test_sampling_at_temperature_zero_is_greedy(drafter_name: str) -> None:
 
 
 @FULL
+@pytest.mark.full
 def test_64_bit_mode_changes_no_token() -> None:
     with jax.enable_x64(True):
         output = run(sparse(ADAPTING, **HARSH), "prompt lookup", 2)

@@ -123,6 +123,7 @@ def test_the_sparse_law_is_another_one() -> None:
 
 @FULL
 @pytest.mark.parametrize("drafter_name", ["draft model", "EAGLE-3"])
+@pytest.mark.full
 def test_block_verification_of_drafts_leaves_the_law_as_it_is(drafter_name: str) -> None:
     for seed in range(3):
         output = emitted(FIXED, drafter_name, PLAIN, seed=seed, verification=BlockVerification())
@@ -141,6 +142,7 @@ def test_the_law_is_exact_whoever_chooses_blocks_without_looking_ahead(changes: 
 
 @FULL
 @pytest.mark.parametrize("attention", [LITTLE, None], ids=["both", "networks alone"])
+@pytest.mark.full
 def test_the_law_is_exact_with_sparse_networks_too(attention: SparseAttention | None) -> None:
     ffn = SparseFFN(select="threshold", tau=0.3, per="token")
     assert p_value(emitted(None, "draft model", PLAIN, attention=None, ffn=ffn)) < MIN_P_VALUE

@@ -49,6 +49,7 @@ def test_a_windowed_layer_sees_what_a_fresh_pass_over_the_window_sees() -> None:
 
 
 @pytest.mark.parametrize("rope", [pytest.param(DYNAMIC, id="dynamic"), pytest.param(LONGROPE, id="longrope", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_each_row_has_the_frequencies_of_its_own_length(rope: RopeConfig) -> None:
     model = random_model(tiny_config(rope=rope), seed=3)
     config = GenerateConfig(max_new_tokens=10)
@@ -63,6 +64,7 @@ def test_each_row_has_the_frequencies_of_its_own_length(rope: RopeConfig) -> Non
     assert fewer.continuation.target_cache.context_limit.tolist() == [length + 3 for length in LENGTHS]
 
 
+@pytest.mark.full
 def test_the_frequencies_do_not_depend_on_chunks_or_drafts() -> None:
     model = random_model(tiny_config(rope=DYNAMIC), seed=3)
     text = greedy_text(PROMPTS, model=model)
@@ -72,6 +74,7 @@ def test_the_frequencies_do_not_depend_on_chunks_or_drafts() -> None:
         np.testing.assert_array_equal(output.tokens, text)
 
 
+@pytest.mark.full
 def test_a_continuation_beyond_the_planned_length_is_refused_and_a_capacity_plans_for_it() -> None:
     model = random_model(tiny_config(rope=DYNAMIC), seed=3)
     first = generate(*model, [PROMPTS[0]], config=GenerateConfig(max_new_tokens=20))

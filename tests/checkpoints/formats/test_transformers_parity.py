@@ -216,6 +216,7 @@ def test_mxfp4_blocks_are_dequantised_bit_for_bit_as_by_transformers() -> None:
     np.testing.assert_array_equal(ours.view(np.int16), expected.view(torch.int16).numpy())
 
 
+@pytest.mark.full
 def test_gpt_oss_in_mxfp4_blocks_gives_the_logits_of_the_dequantised_model(tmp_path: Path) -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     family, options = MODELS["gpt_oss"]
@@ -299,6 +300,7 @@ def test_convert_reports_the_difference_to_transformers(tmp_path: Path) -> None:
         assert not done.check_skipped
 
 
+@pytest.mark.full
 def test_a_conversion_that_computes_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_model(tmp_path / "source", *MODELS["qwen3"])
     convert(tmp_path / "source", tmp_path / "out", dtype="float32", check=True, progress=False)

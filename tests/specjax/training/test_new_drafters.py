@@ -31,6 +31,7 @@ def start(init: str) -> HeadStart:
 
 
 @pytest.mark.parametrize("init", ["weighted_svd", *(pytest.param(init, marks=pytest.mark.full) for init in INITS[1:])])
+@pytest.mark.full
 def test_every_drafter_begins_with_every_head(init: str, full_grid: bool) -> None:
     for name in NAMES:
         head = named_head(name, hidden_size=WIDTH, vocab_size=VOCAB_SIZE)

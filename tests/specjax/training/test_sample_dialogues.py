@@ -90,6 +90,7 @@ def test_a_dialogue_is_opening_words_closing_and_an_answer_on_which_the_loss_cou
         assert batch.num_generated >= sum(len(parts(one)[1]) + len(parts(one)[2]) + 1 for one in batch.dialogues)
 
 
+@pytest.mark.full
 def test_a_run_that_is_gone_on_with_equals_one_in_one_go() -> None:
     straight = sampled(4)
     rest = sampled(2, start=straight[1].next_index, earlier=dialogues(straight[:2]))

@@ -216,6 +216,7 @@ print(marks[0], *[after for after, _ in marks[2:]], len(compiles), sep="|")
 """
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_the_first_step_on_two_devices() -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", COMPILES]
