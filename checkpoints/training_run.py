@@ -23,7 +23,7 @@ from flax import traverse_util
 
 from specjax.atomic import atomic_folder
 from specjax.checkpoints.arrays import read_arrays, write_arrays
-from specjax.drafting.heads.draft_head import require_size
+from specjax.checks import require_size
 from specjax.training.description import first_difference
 
 FORMAT_VERSION = 1

@@ -48,7 +48,7 @@ class Config:
         data: Text files, or folders of token files; none takes random ids, which say nothing of a real target.
         num_texts: Pieces of text, spread evenly over the data.
         context: Tokens of each that are taken in before anything is measured.
-        measured: Tokens behind them along which passes are compared.
+        measured: Tokens, from the second one behind them on, for which passes are compared.
         num_speculative_tokens: G.
         block_size: Tokens a block of the cache.
         keeps: Shares of the context beyond `dense_below` that sparse attention keeps; none leaves attention out.
@@ -96,9 +96,10 @@ def run(config: Config) -> Iterator[dict]:
     """A row of what selections share, one of thresholds, and one a setting."""
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.target, rng=jax.random.key(config.seed), **options)
-    window, length = target.model.config.max_position_embeddings, config.context + config.measured
+    # + 1: the first token behind the context follows from the context, which is dense.
+    window, length = target.model.config.max_position_embeddings, config.context + config.measured + 1
     if length > window:
-        raise ExperimentError(f"context + measured = {length} tokens exceed the target's window of {window}")
+        raise ExperimentError(f"context + measured + 1 = {length} tokens exceed the target's window of {window}")
     tokens = running_texts(config.data, target, number=config.num_texts, length=length, seed=config.seed)
     about = {
         "model": target.name,

@@ -15,6 +15,7 @@ from specjax.models.moe import ROUTER
 from specjax.training.data import TokenBatch
 from specjax.training.load_balance import load_balance
 from specjax.training.optimizer import OptimizerConfig
+from specjax.training.train_step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +53,6 @@ class TextLoss:
     shares: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MoEState:
-    """What a step changes.
-
-    Attributes:
-        step: int32, steps done.
-        params: float32.
-        optimizer: Optax's state.
-    """
-
-    step: jax.Array
-    params: Any
-    optimizer: Any
-
-    @classmethod
-    def of(cls, training: MoETraining, params: Any) -> MoEState:
-        """The state that a run begins with."""
-        return cls(step=jnp.zeros((), jnp.int32), params=params, optimizer=training.optimizer.build(num_steps=1).init(params))
-
-
 def text_loss(model: Transformer, params: Any, batch: TokenBatch) -> TextLoss:
     """Of whole texts, each token predicted from those before it.
 
@@ -100,7 +80,7 @@ def text_loss(model: Transformer, params: Any, batch: TokenBatch) -> TextLoss:
 
 
 @functools.partial(jax.jit, static_argnames="training", donate_argnames="state")
-def moe_step(state: MoEState, batch: TokenBatch, num_steps: jax.Array, *, training: MoETraining) -> tuple[MoEState, TextLoss]:
+def moe_step(state: TrainState, batch: TokenBatch, num_steps: jax.Array, *, training: MoETraining) -> tuple[TrainState, TextLoss]:
     """One update: the mean loss of the tokens that count, and the load-balancing loss of every few rows.
 
     Args:
@@ -121,12 +101,11 @@ def moe_step(state: MoEState, batch: TokenBatch, num_steps: jax.Array, *, traini
         return found.sum_nll / num_tokens + training.balance_weight * found.balance / num_micro, found
 
     def add(gradients: Any, rows: TokenBatch) -> tuple[Any, TextLoss]:
-        more, found = jax.grad(objective, has_aux=True)(state.params, rows)
+        more, found = jax.grad(objective, has_aux=True)(state.trained, rows)
         return jax.tree.map(jnp.add, gradients, more), found
 
-    gradients, found = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, state.params), micro)
-    updates, optimizer = training.optimizer.build(num_steps).update(gradients, state.optimizer, state.params)
-    return MoEState(step=state.step + 1, params=optax.apply_updates(state.params, updates), optimizer=optimizer), together(found)
+    gradients, found = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, state.trained), micro)
+    return state.updated(training.optimizer, gradients, num_steps), together(found)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "micro_batch"))

@@ -20,9 +20,9 @@ from experiments.experiment import ExperimentError
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.tasks import Example, Task
-from experiments.teacher_forced import ForcedSums, teacher_forced
 from specjax import GenerateConfig, SparsityConfig
 from specjax.capacity import bucket
+from specjax.sparsity.agreement import Agreement, measure_agreement
 from specjax.sparsity.calibration import MLPSamples, sample_mlp
 
 # The metric of what really follows a text.
@@ -78,10 +78,13 @@ class Pair:
             eos_token_ids=end_of_text(self.target),
         )
 
-    def forced(self, sparsity: SparsityConfig, prompt: Sequence[int], answer: Sequence[int], *, longest: int) -> ForcedSums:
-        """The sparse target beside the dense one along an answer."""
-        options = dict(start=len(prompt), num_rows=self.num_rows, longest=longest)
-        return teacher_forced(self.target.model, self.target.params, sparsity, [*prompt, *answer], **options)
+    def agreement(self, sparsity: SparsityConfig, prompt: Sequence[int], answer: Sequence[int], *, longest: int) -> Agreement:
+        """The sparse target beside the dense one along an answer; those of one bucket of `longest`, in tokens, run one program."""
+        text = [*prompt, *answer]
+        padded = np.zeros((1, bucket(longest)), np.int32)
+        padded[0, : len(text)] = text
+        sizes: dict[str, Any] = dict(num_context=len(prompt), num_rows=self.num_rows, lengths=[len(text)])
+        return measure_agreement(self.target.model, self.target.params, padded, sparsity=sparsity, **sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class Comparison:
             plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True)
             decoder = pool.submit(pair.decoder, width)
             decoders = {named: pool.submit(pair.decoder, width, named.sparsity) for named in settings}
-            warm = [pool.submit(pair.forced, named.sparsity, [0], [0, 0], longest=longest) for named in settings]
+            warm = [pool.submit(pair.agreement, named.sparsity, [0], [0, 0], longest=longest) for named in settings]
         for done in warm:
             done.result()
         dense = decoder.result()(prompts, repeats=pair.repeats)
@@ -150,7 +153,7 @@ class Comparison:
 
     def dense_rows(self) -> Iterator[dict]:
         """A row a metric for dense verification."""
-        scores = self.scores or {NATS_PER_TOKEN: _nll(self._forced(DENSE), "nll_dense")}
+        scores = self.scores or {NATS_PER_TOKEN: [text.dense_nll for text in self._agreements(DENSE)]}
         for metric, values in scores.items():
             mean = float(np.mean(values))
             measured = {"token_agreement": 1.0, "kl": 0.0, "keep_ratio": 1.0, "flops_ratio": 1.0, "bytes_ratio": 1.0}
@@ -159,14 +162,14 @@ class Comparison:
     def sparse_rows(self, named: NamedSparsity) -> Iterator[dict]:
         """A row a metric for a sparse setting."""
         decoded = self.decoders[named](self.prompts, repeats=self.pair.repeats)
-        forced = self._forced(named.sparsity)
-        sums = functools.reduce(operator.add, forced)
-        measured = {"token_agreement": sums.mean("agreed"), "kl": sums.mean("kl"), **kept_and_work(decoded)}
+        texts = self._agreements(named.sparsity)
+        along = functools.reduce(operator.add, texts)
+        measured = {"token_agreement": along.token_agreement, "kl": along.mean_kl, **kept_and_work(decoded)}
         if self.scores:
             ours = score(self.task, decoded, self.tokenizer)
             pairs = {metric: (self.scores[metric], values) for metric, values in ours.items()}
         else:
-            pairs = {NATS_PER_TOKEN: (_nll(forced, "nll_dense"), _nll(forced, "nll_sparse"))}
+            pairs = {NATS_PER_TOKEN: ([text.dense_nll for text in texts], [text.sparse_nll for text in texts])}
         for metric, (dense, sparse) in pairs.items():
             interval = paired_interval(dense, sparse, resamples=self.pair.resamples)
             scores = (float(np.mean(dense)), float(np.mean(sparse)), interval)
@@ -203,16 +206,16 @@ class Comparison:
             "synthetic": False,
         }
 
-    def _forced(self, sparsity: SparsityConfig) -> list[ForcedSums]:
+    def _agreements(self, sparsity: SparsityConfig) -> list[Agreement]:
         """The sparse target beside the dense one, along each example's text: what dense verification wrote, or what really follows."""
-        sums = []
+        texts = []
         for prompt, example, answer in zip(self.prompts, self.task.examples, self.dense.tokens, strict=True):
             answer = follows(example, self.tokenizer) or answer
             if len(answer) >= 2:  # the first comes out of the prefill, which is dense
-                sums.append(self.pair.forced(sparsity, prompt, answer, longest=self.longest))
-        if not sums:
+                texts.append(self.pair.agreement(sparsity, prompt, answer, longest=self.longest))
+        if not texts:
             raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
-        return sums
+        return texts
 
 
 def follows(example: Example, tokenizer: Any) -> list[int]:
@@ -283,7 +286,3 @@ def sample_texts(target: Model, path: Path) -> MLPSamples:
     if not rows:
         raise ExperimentError(f"{path.name} is empty")
     return sample_mlp(target.model, target.params, [(jnp.asarray([row], jnp.int32), None) for row in rows])
-
-
-def _nll(forced: Sequence[ForcedSums], name: str) -> list[float]:
-    return [sums.mean(name) for sums in forced]

@@ -27,13 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.experiment import ExperimentError, local_field, path_field
-from experiments.moe_training import MoEState, MoETraining, TextLoss, evaluate_texts, moe_step, together
+from experiments.moe_training import MoETraining, TextLoss, evaluate_texts, moe_step, together
 from specjax import ModelConfig, MoEConfig, Transformer
 from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, save_checkpoint
 from specjax.training.data import DataConfig, TokenBatch, TokenBatches
 from specjax.training.optimizer import OptimizerConfig
 from specjax.training.token_files import TokenFiles, tokenizer_fingerprint
 from specjax.training.train_config import RunLength, TrainConfig
+from specjax.training.train_step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def run(config: Config) -> Iterator[dict]:
     training = training_of(config, checkpoint)
     texts = _batches(config, config.data, checkpoint)
     held_out = [] if config.validation is None else _held_out(config, checkpoint)
-    state = MoEState.of(training, training.model.init_params(jax.random.key(config.seed)))
+    state = TrainState.of(training.optimizer, training.model.init_params(jax.random.key(config.seed)))
     length = RunLength(
         TrainConfig(num_steps=config.steps, max_seconds=config.max_seconds), step=0, num_steps=None, warmup_steps=config.warmup_steps
     )
@@ -125,9 +126,9 @@ def run(config: Config) -> Iterator[dict]:
         if step % config.report_every == 0 or length.is_over(step):
             jax.block_until_ready(since)
             seconds = time.perf_counter() - begin
-            yield _row(config, training.model, step, _sum(since), seconds, len(since), _validation(training, state.params, held_out))
+            yield _row(config, training.model, step, _sum(since), seconds, len(since), _validation(training, state.trained, held_out))
             since, begin = [], time.perf_counter()
-    params = jax.tree.map(lambda x: x.astype(config.dtype), state.params)
+    params = jax.tree.map(lambda x: x.astype(config.dtype), state.trained)
     metadata = {"source": "a mixture of experts trained by specjax", "quantisation": "none", "training_steps": step}
     save_checkpoint(out, training.model.config, params, metadata, checkpoint.tokenizer_path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specjax.checks import is_int, require, require_size
 from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.verification.rejection_sampling import RejectionSampling
 from specjax.verification.rule import VerificationRule
@@ -20,16 +21,9 @@ ACTIVATIONS = ("silu", "clamped_swiglu")
 QK_NORMS = ("head", "projection")
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def _require_positive_int(owner: object, *names: str) -> None:
     for name in names:
-        value = getattr(owner, name)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        _require(is_int and value > 0, f"{type(owner).__name__}.{name} must be a positive int, got {value!r}")
+        require_size(f"{type(owner).__name__}.{name}", getattr(owner, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,30 +64,30 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.rope_type in ROPE_TYPES, f"RopeConfig.rope_type must be one of {ROPE_TYPES}, got {self.rope_type!r}")
-        _require(self.theta > 0, f"RopeConfig.theta must be positive, got {self.theta!r}")
+        require(self.rope_type in ROPE_TYPES, f"RopeConfig.rope_type must be one of {ROPE_TYPES}, got {self.rope_type!r}")
+        require(self.theta > 0, f"RopeConfig.theta must be positive, got {self.theta!r}")
         for name in ("short_factor", "long_factor"):  # a list could not be hashed
-            _require(isinstance(getattr(self, name), tuple), f"RopeConfig.{name} must be a tuple, got {getattr(self, name)!r}")
+            require(isinstance(getattr(self, name), tuple), f"RopeConfig.{name} must be a tuple, got {getattr(self, name)!r}")
         if self.rope_type in ("linear", "dynamic", "llama3", "yarn"):
-            _require(self.factor >= 1, f"RopeConfig.factor must be at least 1, got {self.factor!r}")
+            require(self.factor >= 1, f"RopeConfig.factor must be at least 1, got {self.factor!r}")
         if self.rope_type in ("dynamic", "llama3", "yarn", "longrope"):
             _require_positive_int(self, "original_max_position_embeddings")
         if self.rope_type == "llama3":
-            _require(
+            require(
                 0 < self.low_freq_factor < self.high_freq_factor,
                 f"RopeConfig needs 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor!r} and {self.high_freq_factor!r}",
             )
         if self.rope_type == "yarn":
-            _require(
+            require(
                 0 < self.beta_slow <= self.beta_fast,
                 f"RopeConfig needs 0 < beta_slow <= beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}",
             )
         if self.rope_type in ("yarn", "longrope"):
-            _require(self.attention_factor > 0, f"RopeConfig.attention_factor must be positive, got {self.attention_factor!r}")
+            require(self.attention_factor > 0, f"RopeConfig.attention_factor must be positive, got {self.attention_factor!r}")
         if self.rope_type == "longrope":
             same_length = len(self.short_factor) == len(self.long_factor) > 0
             positive = all(factor > 0 for factor in self.short_factor + self.long_factor)
-            _require(
+            require(
                 same_length and positive,
                 f"RopeConfig.short_factor and long_factor must hold head_dim / 2 positive numbers each, got {len(self.short_factor)} and "
                 f"{len(self.long_factor)}" + ("" if positive else ", some of them not positive"),
@@ -125,12 +119,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         _require_positive_int(self, "num_experts", "num_experts_per_token", "intermediate_size")
-        _require(
+        require(
             self.num_experts_per_token <= self.num_experts,
             f"MoEConfig.num_experts_per_token must be at most num_experts, got {self.num_experts_per_token} of {self.num_experts}",
         )
         layers = self.dense_layers
-        _require(
+        require(
             isinstance(layers, tuple) and all(isinstance(index, int) and not isinstance(index, bool) for index in layers),
             f"MoEConfig.dense_layers must be a tuple of ints, got {layers!r}",
         )
@@ -207,34 +201,34 @@ class ModelConfig:
             "head_dim",
             "max_position_embeddings",
         )
-        _require(self.head_dim % 2 == 0, f"ModelConfig.head_dim must be even for the rotary embedding, got {self.head_dim}")
-        _require(
+        require(self.head_dim % 2 == 0, f"ModelConfig.head_dim must be even for the rotary embedding, got {self.head_dim}")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"ModelConfig.num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}",
         )
-        _require(self.qk_norm in (None, *QK_NORMS), f"ModelConfig.qk_norm must be None or one of {QK_NORMS}, got {self.qk_norm!r}")
-        _require(self.activation in ACTIVATIONS, f"ModelConfig.activation must be one of {ACTIVATIONS}, got {self.activation!r}")
-        _require(
+        require(self.qk_norm in (None, *QK_NORMS), f"ModelConfig.qk_norm must be None or one of {QK_NORMS}, got {self.qk_norm!r}")
+        require(self.activation in ACTIVATIONS, f"ModelConfig.activation must be one of {ACTIVATIONS}, got {self.activation!r}")
+        require(
             self.clip_qkv is None or self.clip_qkv > 0, f"ModelConfig.clip_qkv must be None or a positive number, got {self.clip_qkv!r}"
         )
-        _require(self.swiglu_limit > 0, f"ModelConfig.swiglu_limit must be positive, got {self.swiglu_limit!r}")
+        require(self.swiglu_limit > 0, f"ModelConfig.swiglu_limit must be positive, got {self.swiglu_limit!r}")
         windows = self.layer_windows
-        _require(
+        require(
             isinstance(windows, tuple) and len(windows) in (0, self.num_layers),
             f"ModelConfig.layer_windows must be () or a tuple of num_layers = {self.num_layers} entries, got {windows!r}",
         )
-        _require(
-            all(window is None or (isinstance(window, int) and not isinstance(window, bool) and window > 0) for window in windows),
+        require(
+            all(window is None or is_int(window, 1) for window in windows),
             f"ModelConfig.layer_windows must hold positive ints or None, got {windows!r}",
         )
         if self.rope.rope_type == "longrope":
-            _require(
+            require(
                 len(self.rope.long_factor) == self.head_dim // 2,
                 f"RopeConfig.long_factor must hold head_dim / 2 = {self.head_dim // 2} numbers, got {len(self.rope.long_factor)}",
             )
         if self.moe is not None:
             outside = [index for index in self.moe.dense_layers if not 0 <= index < self.num_layers]
-            _require(not outside, f"MoEConfig.dense_layers must be layers from 0 to {self.num_layers - 1}, got {outside}")
+            require(not outside, f"MoEConfig.dense_layers must be layers from 0 to {self.num_layers - 1}, got {outside}")
 
     def window(self, layer: int) -> int | None:
         """The attention window of a layer, in tokens; `None` if it sees everything."""
@@ -280,14 +274,14 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         value = self.max_new_tokens
-        _require(
-            isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+        require(
+            is_int(value, 0),
             f"GenerateConfig.max_new_tokens must be an int of at least 0, got {value!r}",
         )
         _require_positive_int(self, "num_speculative_tokens", "prefill_chunk_size")
         if self.cache_capacity is not None:
             _require_positive_int(self, "cache_capacity")
-        _require(
+        require(
             isinstance(self.pad_token_id, int) and self.pad_token_id >= 0,
             f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
         )

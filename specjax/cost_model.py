@@ -17,6 +17,8 @@ import math
 import operator
 from collections.abc import Sequence
 
+from specjax.checks import require_positive
+
 
 def throughput_ratio(*, acceptance_ratio: float, kappa: float, nu: float) -> float:
     """Tokens a second with a head over those with the full head, at the same draft length.
@@ -32,13 +34,13 @@ def throughput_ratio(*, acceptance_ratio: float, kappa: float, nu: float) -> flo
     Example:
         >>> throughput_ratio(acceptance_ratio=0.99, kappa=0.25, nu=0.21)  # Llama-3.1-8B, rank D/8: 1.176
     """
-    _require_positive(acceptance_ratio=acceptance_ratio)
+    require_positive(acceptance_ratio=acceptance_ratio)
     return acceptance_ratio / break_even_acceptance_ratio(kappa=kappa, nu=nu)
 
 
 def break_even_acceptance_ratio(*, kappa: float, nu: float) -> float:
     """The acceptance ratio below which the full head is faster: `(1 + nu kappa) / (1 + kappa)`. See `throughput_ratio`."""
-    _require_positive(kappa=kappa, nu=nu)
+    require_positive(kappa=kappa, nu=nu)
     return (1 + nu * kappa) / (1 + kappa)
 
 
@@ -100,14 +102,14 @@ class StepCosts:
     verification_us: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _require_positive(plain_us=self.plain_us, drafter_us=self.drafter_us)
+        require_positive(plain_us=self.plain_us, drafter_us=self.drafter_us)
         rows, times = self.verification_rows, self.verification_us
         if not rows or len(rows) != len(times):
             raise ValueError(f"StepCosts needs one verification_us for each of verification_rows, got {rows} and {times}")
         if rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
             raise ValueError(f"StepCosts.verification_rows must ascend from at least 1, got {rows}")
         for time in times:
-            _require_positive(verification_us=time)
+            require_positive(verification_us=time)
 
     @property
     def longest_draft(self) -> int:
@@ -135,7 +137,7 @@ class StepCosts:
         Raises:
             ValueError: As `without_heads_us`.
         """
-        _require_positive(full_head_us=full_head_us)
+        require_positive(full_head_us=full_head_us)
         return num_speculative_tokens * full_head_us / self.without_heads_us(num_speculative_tokens)
 
     def _verification_us(self, rows: int) -> float:
@@ -166,7 +168,7 @@ class HeadCandidate:
     conditional_acceptance: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _require_positive(head_us=self.head_us)
+        require_positive(head_us=self.head_us)
         _checked_rates("conditional_acceptance", self.conditional_acceptance)
 
 
@@ -262,9 +264,3 @@ def _checked_rates(what: str, rates: Sequence[float]) -> tuple[float, ...]:
 def _require_length(num_speculative_tokens: int, most: int, known: str, *, least: int) -> None:
     if not least <= num_speculative_tokens <= most:
         raise ValueError(f"num_speculative_tokens must be from {least} to {most}, for which {known}, got {num_speculative_tokens}")
-
-
-def _require_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be a positive finite number, got {value!r}")

@@ -8,6 +8,7 @@ import jax
 
 from specjax.kernels.block_sparse_attention.reference import block_sparse_attention_reference
 from specjax.kernels.few_row_attention import ListedBlocks, few_row_attention, serves
+from specjax.kernels.grouped_attention import check_attention
 from specjax.kernels.measured import dispatch
 from specjax.kernels.shapes import AttentionShape
 
@@ -54,14 +55,7 @@ def block_sparse_attention(
     Raises:
         ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"block_sparse_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
-        raise ValueError(
-            f"block_sparse_attention: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}"
-        )
-    if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3] or query.shape[2] % keys.shape[1]:
-        raise ValueError(f"block_sparse_attention: query {query.shape} does not fit keys {keys.shape}: B and H must agree, K divide N")
+    check_attention("block_sparse_attention", query, keys, values, implementation=implementation, implementations=IMPLEMENTATIONS)
     if block_size < 1 or keys.shape[2] % block_size:
         raise ValueError(f"block_sparse_attention: {keys.shape[2]} slots are not whole blocks of block_size = {block_size}")
     if block_ids.ndim != 3 or block_ids.shape[:2] != keys.shape[:2] or num_blocks.shape != keys.shape[:2]:

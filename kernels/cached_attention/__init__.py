@@ -8,6 +8,7 @@ import jax
 
 from specjax.kernels.cached_attention.reference import cached_attention_reference
 from specjax.kernels.few_row_attention import few_row_attention, serves
+from specjax.kernels.grouped_attention import check_attention
 from specjax.kernels.measured import dispatch
 from specjax.kernels.shapes import AttentionShape
 
@@ -51,14 +52,7 @@ def cached_attention(
     Raises:
         ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"cached_attention: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
-        raise ValueError(
-            f"cached_attention: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}"
-        )
-    if query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3] or query.shape[2] % keys.shape[1]:
-        raise ValueError(f"cached_attention: query {query.shape} does not fit keys {keys.shape}: B and H must agree and K must divide N")
+    check_attention("cached_attention", query, keys, values, implementation=implementation, implementations=IMPLEMENTATIONS)
     if window is not None and window < 1:
         raise ValueError(f"cached_attention: window must be at least 1, got {window}")
     if sinks is not None and sinks.shape != (query.shape[2],):

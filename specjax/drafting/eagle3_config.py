@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from specjax.checks import is_int, require
 from specjax.config import ModelConfig
 from specjax.drafting.heads import DraftHead, FullHead
 from specjax.drafting.heads.draft_head import require_head
@@ -66,29 +67,29 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         decoder, width = self.decoder, self.decoder.hidden_size
         value = self.target_hidden_size
-        _require(
-            isinstance(value, int) and not isinstance(value, bool) and value > 0,
+        require(
+            is_int(value, 1),
             f"Eagle3Config.target_hidden_size must be a positive int, got {value!r}",
         )
         layers = self.feature_layers
         if layers is not None:
             boundaries = isinstance(layers, tuple) and len(layers) > 0 and min(layers) >= 0
-            _require(
+            require(
                 boundaries and all(a < b for a, b in itertools.pairwise(layers)),
                 f"Eagle3Config.feature_layers must be a tuple of ascending boundaries from 0 on, got {layers!r}",
             )
-        _require(decoder.moe is None, "Eagle3Config.decoder.moe must be None: a drafter's layers are dense")
-        _require(
+        require(decoder.moe is None, "Eagle3Config.decoder.moe must be None: a drafter's layers are dense")
+        require(
             not decoder.tie_word_embeddings,
             "Eagle3Config.decoder.tie_word_embeddings must be False: own_embedding and head say what there is",
         )
         require_head("Eagle3Config.head", self.head, hidden_size=width, vocab_size=decoder.vocab_size)
-        _require(
+        require(
             (self.own_embedding and not self.head.shared) or self.target_hidden_size == width,
             "Eagle3Config: without an embedding and an LM head of its own a drafter must be as wide as its target; its hidden_size is "
             f"{width}, target_hidden_size is {self.target_hidden_size}",
         )
-        _require(
+        require(
             not (self.fc_norm and self.norm_before_fc),
             "Eagle3Config.fc_norm and norm_before_fc exclude each other: published implementations disagree on what both would mean",
         )
@@ -107,26 +108,21 @@ class Eagle3Config:
         Raises:
             ValueError: The drafter does not fit the target.
         """
-        _require(
+        require(
             self.decoder.vocab_size == target.vocab_size,
             f"the drafter was made for a vocabulary of {self.decoder.vocab_size} tokens, the target has {target.vocab_size}",
         )
-        _require(
+        require(
             self.target_hidden_size == target.hidden_size,
             f"the drafter was made for a target of width {self.target_hidden_size}, this one has {target.hidden_size}",
         )
         layers = default_feature_layers(target.num_layers) if self.feature_layers is None else self.feature_layers
-        _require(
+        require(
             len(layers) == self.num_features,
             f"the drafter fuses features of {self.num_features} boundaries, a target of {target.num_layers} layers has only {len(layers)}",
         )
-        _require(
+        require(
             layers[-1] <= target.num_layers,
             f"feature_layers must be boundaries from 0 to the target's {target.num_layers}, got {layers}",
         )
         return dataclasses.replace(self, feature_layers=layers)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

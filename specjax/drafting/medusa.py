@@ -11,8 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from specjax.checks import require_size
 from specjax.drafting.heads import DraftHead, FullHead, HeadScores
-from specjax.drafting.heads.draft_head import declare_head, require_head, require_size
+from specjax.drafting.heads.draft_head import declare_head, require_head
 from specjax.models.layers import PROJECTION_INIT, PureModule, product
 
 

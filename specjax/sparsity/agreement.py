@@ -1,4 +1,4 @@
-"""How far sparse passes are from dense ones along a given text: the share of equal next tokens, and the divergence of the distributions.
+"""How far sparse passes are from dense ones along given texts: equal next tokens, divergence, the text's own likelihood, what was kept.
 
 The text is forced on both: the dense and the sparse target each read it in steps of G + 1 rows behind a context that was taken in densely,
 as if every draft had been accepted, and keep a cache each. So what sparse passes write stays in the sparse cache, as it does in decoding,
@@ -8,13 +8,16 @@ until a refresh. Nothing here depends on a drafter.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from specjax.capacity import whole_blocks
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import dense_reads, prepare_cache
 from specjax.models.transformer import Transformer
@@ -27,67 +30,85 @@ from specjax.verification_pass import counts_of_nothing
 _CHUNK = 512
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Sums over the positions of texts; two of the same settings add up with `+`.
+    """Sums over the tokens that passes predict; two of the same settings add up with `+`.
 
     Attributes:
-        num_tokens: Positions compared.
-        num_equal: Those at which dense and sparse take the same token for the most likely.
-        kl_sum: KL(dense || sparse) of the next token's distributions at temperature 1, summed, in nats.
+        num_tokens: int32, tokens predicted.
+        num_equal: int32, those for which dense and sparse take the same token for the most likely.
+        kl_sum: float32, KL(dense || sparse) of the distributions at temperature 1, in nats.
+        dense_nll_sum: float32, -log p of the text's own token under the dense target, in nats.
+        sparse_nll_sum: float32, likewise under the sparse one.
         attention_reads: What sparse attention read; `None` without it.
-        pass_counts: What the sparse passes kept.
-        num_rows: G + 1.
+        pass_counts: What the sparse passes kept; `None` where nothing is left out.
+        num_rows: G + 1. Static.
     """
 
-    num_tokens: int
-    num_equal: int
-    kl_sum: float
+    num_tokens: jax.Array
+    num_equal: jax.Array
+    kl_sum: jax.Array
+    dense_nll_sum: jax.Array
+    sparse_nll_sum: jax.Array
     attention_reads: AttentionReads | None
     pass_counts: PassCounts | None
-    num_rows: int
+    num_rows: int = dataclasses.field(metadata={"static": True})
 
     def __add__(self, other: Agreement) -> Agreement:
         """Both."""
         if self.num_rows != other.num_rows:
             raise ValueError(f"Agreements of steps of {self.num_rows} and of {other.num_rows} rows do not add")
-
-        def both(ours: Any, theirs: Any) -> Any:
-            return None if ours is None else ours.total() + theirs.total()
-
-        return Agreement(
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_equal=self.num_equal + other.num_equal,
-            kl_sum=self.kl_sum + other.kl_sum,
-            attention_reads=both(self.attention_reads, other.attention_reads),
-            pass_counts=both(self.pass_counts, other.pass_counts),
-            num_rows=self.num_rows,
-        )
+        return jax.tree.map(operator.add, self, other, is_leaf=lambda x: isinstance(x, AttentionReads | PassCounts))
 
     @property
     def token_agreement(self) -> float:
-        """The share of positions with the same most likely token."""
-        return self.num_equal / self.num_tokens
+        """The share of tokens for which both take the same one for the most likely."""
+        return self._mean(self.num_equal)
 
     @property
     def mean_kl(self) -> float:
         """In nats a token."""
-        return self.kl_sum / self.num_tokens
+        return self._mean(self.kl_sum)
+
+    @property
+    def dense_nll(self) -> float:
+        """Of the text under the dense target, in nats a token."""
+        return self._mean(self.dense_nll_sum)
+
+    @property
+    def sparse_nll(self) -> float:
+        """Of the text under the sparse target, in nats a token."""
+        return self._mean(self.sparse_nll_sum)
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers, with what was kept and what a step costs, as in `Statistics.summary`."""
-        found: dict[str, Any] = {"num_tokens": self.num_tokens, "token_agreement": self.token_agreement, "mean_kl": self.mean_kl}
+        names = ("token_agreement", "mean_kl", "dense_nll", "sparse_nll")
+        found: dict[str, Any] = {"num_tokens": int(self.num_tokens), **{name: getattr(self, name) for name in names}}
         if self.attention_reads is not None:
             found["sparse_attention"] = self.attention_reads.summary()
         if self.pass_counts is not None:
             found |= self.pass_counts.summary(self.attention_reads, num_tokens=self.num_rows)
         return found
 
+    def _mean(self, total: jax.Array) -> float:
+        return float(total) / int(self.num_tokens)
+
 
 def measure_agreement(
-    target: Transformer, target_params: Any, tokens: Any, *, sparsity: SparsityConfig, num_context: int, num_rows: int
+    target: Transformer,
+    target_params: Any,
+    tokens: Any,
+    *,
+    sparsity: SparsityConfig,
+    num_context: Any,
+    num_rows: int,
+    lengths: Any = None,
 ) -> Agreement:
     """Forces texts on the dense and the sparse target.
+
+    A text's tokens are predicted from its context on, without the first of them: that one follows from the dense context. Texts of any
+    lengths run one program, compiled for B and N.
 
     Example:
         >>> found = measure_agreement(target, params, tokens, sparsity=sparsity, num_context=4096, num_rows=6)
@@ -96,109 +117,132 @@ def measure_agreement(
     Args:
         target: The target.
         target_params: Its params.
-        tokens: `[B,N]` int, texts of equal length.
+        tokens: `[B,N]` int, texts with any padding behind them.
         sparsity: What the sparse passes leave out.
-        num_context: Tokens that are taken in densely first, from 1 to N - num_rows.
-        num_rows: Rows of a step, G + 1. What does not fill a step (with refreshes: the steps up to one) at the end is left out.
+        num_context: An int or `[B]`: tokens of each text that are taken in densely first, from 1 to its length - 2.
+        num_rows: Rows of a step, G + 1. The last step of a text may have fewer that count.
+        lengths: `[B]` int, tokens of each text; `None` is N.
 
     Returns:
-        The `Agreement`.
+        The `Agreement`, on the host.
 
     Raises:
-        ValueError: Texts that are too short, or sparsity that does not fit the target.
+        ValueError: Texts with nothing to predict, or sparsity that does not fit the target.
     """
     sparsity.check(target.config)
-    tokens = jnp.asarray(tokens, jnp.int32)
-    group = num_rows * max(sparsity.refresh_every, 1)
-    if num_rows < 1 or num_context < 1 or tokens.ndim != 2 or tokens.shape[1] < num_context + group:
+    tokens = np.asarray(tokens, np.int32)
+    if tokens.ndim != 2 or num_rows < 1:
+        raise ValueError(f"measure_agreement needs texts [B,N] and num_rows >= 1, got shape {list(tokens.shape)} and num_rows = {num_rows}")
+    batch_size, width = tokens.shape
+    starts, ends = (np.broadcast_to(np.asarray(x, np.int32), (batch_size,)) for x in (num_context, width if lengths is None else lengths))
+    if (starts < 1).any() or (starts + 2 > ends).any() or (ends > width).any():
         raise ValueError(
-            f"measure_agreement needs texts [B,N] of at least num_context + {group} tokens, got shape {list(tokens.shape)}, "
-            f"num_context = {num_context} and num_rows = {num_rows}"
+            f"measure_agreement needs contexts of at least 1 token, and texts of at least num_context + 2 tokens within their {width} "
+            f"columns, got num_context = {starts.tolist()} and lengths = {ends.tolist()}"
         )
-    num_groups = (tokens.shape[1] - num_context) // group
-    tokens = tokens[:, : num_context + num_groups * group]
-    equal, kl, reads, counts = _compare(target, sparsity, num_context, num_rows, target_params, tokens)
-    return Agreement(
-        num_tokens=tokens.shape[0] * num_groups * group,
-        num_equal=int(equal),
-        kl_sum=float(kl),
-        attention_reads=reads,
-        pass_counts=counts,
-        num_rows=num_rows,
-    )
+    return jax.device_get(_compare(target, sparsity, num_rows, target_params, tokens, starts, ends))
 
 
-def read_context(target: Transformer, target_params: Any, tokens: jax.Array, *, capacity: int) -> KVCache:
-    """A cache that has taken in texts densely, in chunks. For use inside `jit`.
+def read_context(
+    target: Transformer, target_params: Any, tokens: jax.Array, *, sparsity: SparsityConfig, num_context: Any, lengths: Any, spare: int = 0
+) -> KVCache:
+    """A cache for sparse passes that has taken in the beginnings of texts densely, in chunks. For use inside `jit`.
 
     Args:
         target: The target.
         target_params: Its params.
         tokens: `[B,N]` int32.
-        capacity: Its slots.
+        sparsity: What the passes leave out.
+        num_context: `[B]` int32, tokens to take in.
+        lengths: `[B]` int32, tokens that each row will come to hold.
+        spare: Slots behind the texts, for a last pass that reaches beyond them.
     """
-    cache = target.init_cache(batch_size=tokens.shape[0], capacity=capacity)
-    chunk = min(_CHUNK, tokens.shape[1])
-    first = tokens.shape[1] % chunk
-    if first:
-        cache = target.apply({"params": target_params}, tokens[:, :first], cache).cache
+    batch_size, width = tokens.shape
+    chunk = min(_CHUNK, width)
+    capacity = whole_blocks(max(-(-width // chunk) * chunk, width + spare), sparsity)
+    cache = target.init_cache(batch_size=batch_size, capacity=capacity, context_limit=lengths)
 
-    def take_in(index: jax.Array, cache: KVCache) -> KVCache:
-        part = lax.dynamic_slice_in_dim(tokens, first + index * chunk, chunk, axis=1)
-        return target.apply({"params": target_params}, part, cache).cache
+    def take_in(cache: KVCache) -> KVCache:
+        return target.apply({"params": target_params}, rows_from(tokens, cache.length, chunk), cache).cache
 
-    return lax.fori_loop(0, tokens.shape[1] // chunk, take_in, cache)
+    cache = lax.while_loop(lambda cache: cache.length[0] < num_context.max(), take_in, cache)
+    # What chunks wrote beyond a context is written again before anything sees it.
+    return prepare_cache(cache.with_length(num_context), sparsity, target.config)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _compare(target: Transformer, sparsity: SparsityConfig, num_context: int, num_rows: int, params: Any, tokens: jax.Array) -> Any:
-    attention = sparsity.attention
-    block = 1 if attention is None else attention.block_size
-    cache = read_context(target, params, tokens[:, :num_context], capacity=-(-tokens.shape[1] // block) * block)
-    cache = prepare_cache(cache, sparsity, target.config)
-    counts = counts_of_nothing(target, params, sparsity, cache)
-    sums = (jnp.int32(0), jnp.float32(0), counts.get("attention_reads"), counts.get("pass_counts"))
-    everyone = jnp.ones((tokens.shape[0],), bool)
+def rows_from(tokens: jax.Array, start: jax.Array, num_rows: int) -> jax.Array:
+    """`[B,num_rows]`: of `tokens` `[B,N]` those from `start` `[B]` on; beyond the end the last one, again and again."""
+    return jnp.take_along_axis(tokens, start[:, None] + jnp.arange(num_rows), axis=1, mode="clip")
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _compare(
+    target: Transformer, sparsity: SparsityConfig, num_rows: int, params: Any, tokens: jax.Array, num_context: jax.Array, lengths: jax.Array
+) -> Agreement:
+    cache = read_context(target, params, tokens, sparsity=sparsity, num_context=num_context, lengths=lengths, spare=num_rows)
+    counts = {"attention_reads": None, "pass_counts": None} | counts_of_nothing(target, params, sparsity, cache)
+    none = jnp.float32(0)
+    sums = Agreement(
+        num_tokens=jnp.int32(0), num_equal=jnp.int32(0), kl_sum=none, dense_nll_sum=none, sparse_nll_sum=none, **counts, num_rows=num_rows
+    )
 
     def log_probs(hidden: jax.Array) -> jax.Array:
         return jax.nn.log_softmax(target.apply({"params": params}, hidden, method="logits"), axis=-1)
 
-    def counted(sums: Any, reads: Any, work: Any, context: jax.Array, rows: int) -> Any:
-        equal, kl, all_reads, all_counts = sums
-        if all_counts is not None:
-            one = TargetPass(reads=reads, mlp_work=work, context=context, num_tokens=rows)
-            all_counts = all_counts.record(one, active=everyone)
-        return equal, kl, None if all_reads is None else all_reads + reads, all_counts
-
-    def both(dense: KVCache, sparse: KVCache, sums: Any) -> Any:
-        """One step of the sparse target and of the dense one."""
+    def step(_: Any, carry: Any, *, refresh: bool = False) -> Any:
+        """One step of both; a refresh is dense, and leaves a dense cache."""
+        dense, sparse, sums = carry
         start = dense.length
-        part = lax.dynamic_slice_in_dim(tokens, start[0], num_rows, axis=1)
-        ours = target.apply({"params": params}, part, dense)
-        theirs = target.apply({"params": params}, part, sparse, sparsity=sparsity)
+        predicts = start[:, None] + 1 + jnp.arange(num_rows) < lengths[:, None]
+        active = predicts[:, 0]
+        part, following = rows_from(tokens, start, num_rows), rows_from(tokens, start + 1, num_rows)
+        ours = theirs = target.apply({"params": params}, part, dense)
+        if not (refresh or sparsity.is_dense):
+            theirs = target.apply({"params": params}, part, sparse, sparsity=sparsity, counted=predicts)
         log_p, log_q = log_probs(ours.hidden), log_probs(theirs.hidden)
-        equal = (log_p.argmax(axis=-1) == log_q.argmax(axis=-1)).sum(dtype=jnp.int32)
-        kl = (jnp.exp(log_p) * (log_p - log_q)).sum()
-        sums = (sums[0] + equal, sums[1] + kl, *sums[2:])
-        return ours.cache, theirs.cache, counted(sums, theirs.reads, theirs.mlp_work, start, num_rows)
 
-    def refreshed(dense: KVCache, sums: Any) -> Any:
-        """A step that is dense, and leaves a dense cache."""
+        def total(values: jax.Array) -> jax.Array:
+            return jnp.where(predicts, values, 0).sum(dtype=values.dtype)
+
+        def nll(log_probs: jax.Array) -> jax.Array:
+            return -jnp.take_along_axis(log_probs, following[..., None], axis=-1)[..., 0]
+
+        sums = dataclasses.replace(
+            sums,
+            num_tokens=sums.num_tokens + total(predicts.astype(jnp.int32)),
+            num_equal=sums.num_equal + total((log_p.argmax(axis=-1) == log_q.argmax(axis=-1)).astype(jnp.int32)),
+            kl_sum=sums.kl_sum + total((jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)),
+            dense_nll_sum=sums.dense_nll_sum + total(nll(log_p)),
+            sparse_nll_sum=sums.sparse_nll_sum + total(nll(log_q)),
+        )
+        if refresh:
+            one = refresh_pass(dense)
+        else:
+            one = TargetPass(reads=theirs.reads, mlp_work=theirs.mlp_work, context=start, num_tokens=num_rows)
+        # A text that has come to its end stays where it is: what its rows still write, nothing reads.
+        end = start + jnp.where(active, num_rows, 0)
+        return ours.cache.with_length(end), theirs.cache.with_length(end), _counted(sums, one, active)
+
+    def refresh_pass(dense: KVCache) -> TargetPass:
         rows = sparsity.refresh_rows(num_rows - 1)
-        part = lax.dynamic_slice_in_dim(tokens, dense.length[0], num_rows, axis=1)
         start = dense.length + num_rows - rows
-        dense = target.apply({"params": params}, part, dense).cache
-        reads = None if attention is None else dense_reads(dense.with_length(start), attention, rows)
-        sums = (sums[0] + part.size, *sums[1:])
-        return dense, dense, counted(sums, reads, (None,) * target.config.num_layers, start, rows)
+        reads = None if sparsity.attention is None else dense_reads(dense.with_length(start), sparsity.attention, rows)
+        return TargetPass(reads=reads, mlp_work=(None,) * target.config.num_layers, context=start, num_tokens=rows)
 
-    def group(carry: Any, _: None) -> tuple[Any, None]:
-        num_sparse = sparsity.refresh_every - 1 if sparsity.refresh_every else 1
-        carry = lax.fori_loop(0, num_sparse, lambda _, carry: both(*carry), carry)
-        if sparsity.refresh_every:
-            carry = refreshed(carry[0], carry[2])
-        return carry, None
+    def up_to_refresh(carry: Any) -> Any:
+        if not sparsity.refresh_every:
+            return step(0, carry)
+        return step(0, lax.fori_loop(0, sparsity.refresh_every - 1, step, carry), refresh=True)
 
-    num_groups = (tokens.shape[1] - num_context) // (num_rows * max(sparsity.refresh_every, 1))
-    (_, _, sums), _ = lax.scan(group, (cache, cache, sums), None, length=num_groups)
-    return sums
+    *_, sums = lax.while_loop(lambda carry: (carry[0].length + 1 < lengths).any(), up_to_refresh, (cache, cache, sums))
+    reads, counts = (None if x is None else x.total() for x in (sums.attention_reads, sums.pass_counts))
+    return dataclasses.replace(sums, attention_reads=reads, pass_counts=counts)
+
+
+def _counted(sums: Agreement, one: TargetPass, active: jax.Array) -> Agreement:
+    reads, counts = sums.attention_reads, sums.pass_counts
+    return dataclasses.replace(
+        sums,
+        attention_reads=None if reads is None or one.reads is None else reads + one.reads.of_rows(active),
+        pass_counts=None if counts is None else counts.record(one, active=active),
+    )

@@ -8,20 +8,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from specjax.checks import is_int, require
+
 SCORES = ("mean", "bounds", "window", "random", "oracle")
 GROUPS = ("mean", "max")
 ROWS = ("first", "each", "mean", "union")
 # `keep` counts in these parts: shares of token counts are then exact in int32, up to contexts of 2^31 tokens.
 _PARTS = 10_000
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _is_int(value: Any, smallest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= smallest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,12 +57,12 @@ class SparseAttention:
     def __post_init__(self) -> None:
         for name, smallest in (("block_size", 1), ("dense_below", 0), ("head_blocks", 0), ("tail_blocks", 0), ("seed", 0)):
             value = getattr(self, name)
-            _require(_is_int(value, smallest), f"SparseAttention.{name} must be an int of at least {smallest}, got {value!r}")
+            require(is_int(value, smallest), f"SparseAttention.{name} must be an int of at least {smallest}, got {value!r}")
         is_number = isinstance(self.keep, int | float) and not isinstance(self.keep, bool)
-        _require(is_number and 0 <= self.keep <= 1, f"SparseAttention.keep must be from 0 to 1, got {self.keep!r}")
+        require(is_number and 0 <= self.keep <= 1, f"SparseAttention.keep must be from 0 to 1, got {self.keep!r}")
         for name, choices in (("score", SCORES), ("group", GROUPS), ("rows", ROWS)):
             value = getattr(self, name)
-            _require(value in choices, f"SparseAttention.{name} must be one of {choices}, got {value!r}")
+            require(value in choices, f"SparseAttention.{name} must be one of {choices}, got {value!r}")
 
     @property
     def scores_queries(self) -> bool:
@@ -132,9 +125,9 @@ class Reuse:
 
     def __post_init__(self) -> None:
         anchors = self.anchors
-        fits = anchors is None or (isinstance(anchors, tuple) and len(anchors) > 0 and all(_is_int(layer, 0) for layer in anchors))
+        fits = anchors is None or (isinstance(anchors, tuple) and len(anchors) > 0 and all(is_int(layer, 0) for layer in anchors))
         increasing = fits and (anchors is None or list(anchors) == sorted(set(anchors)))
-        _require(increasing, f"Reuse.anchors must be None or an increasing tuple of layers, got {anchors!r}")
+        require(increasing, f"Reuse.anchors must be None or an increasing tuple of layers, got {anchors!r}")
 
     def anchor(self, layer: int) -> int:
         """The layer whose choice `layer` reads: itself, or the nearest anchor before it."""

@@ -17,9 +17,8 @@ from jax import lax
 
 from specjax.models.block_selection import Selection
 from specjax.models.kv_cache import KVCache
-from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
-from specjax.sparsity.agreement import read_context
+from specjax.sparsity.agreement import read_context, rows_from
 from specjax.sparsity.attention_sparsity import SparseAttention
 from specjax.sparsity.calibration import jaccard
 from specjax.sparsity.sparsity_config import SparsityConfig
@@ -119,12 +118,12 @@ def _sample(
     attention, layers = sparsity.attention, sparsity.attention_layers(target.config)
     assert attention is not None
     size = attention.block_size
-    cache = read_context(target, params, tokens[:, :num_context], capacity=-(-tokens.shape[1] // size) * size)
-    cache = prepare_cache(cache, sparsity, target.config)
+    starts, ends = (jnp.full(tokens.shape[:1], count, jnp.int32) for count in (num_context, tokens.shape[1]))
+    cache = read_context(target, params, tokens, sparsity=sparsity, num_context=starts, lengths=ends)
     num_blocks = cache.capacity // size
 
     def rows_at(cache: KVCache) -> jax.Array:
-        return lax.dynamic_slice_in_dim(tokens, cache.length[0], num_rows, axis=1)
+        return rows_from(tokens, cache.length, num_rows)
 
     def mask(selection: Selection, length: jax.Array) -> jax.Array:
         assert selection.row_mask is not None

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checks import is_int
+
 if TYPE_CHECKING:
     from specjax.config import ModelConfig, MoEConfig
 
@@ -62,11 +64,11 @@ class SparseMoE:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"SparseMoE.{name} must be one of {known}, got {getattr(self, name)!r}")
-        if not _is_int(self.max_skipped) or self.max_skipped < 0:
+        if not is_int(self.max_skipped, 0):
             raise ValueError(f"SparseMoE.max_skipped must be an int of at least 0, got {self.max_skipped!r}")
         for name in ("experts_per_token", "expert_budget"):
             value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 1):
+            if value is not None and not is_int(value, 1):
                 raise ValueError(f"SparseMoE.{name} must be None or a positive int, got {value!r}")
         beta = () if self.beta is None else self.beta
         rows: Any = beta if isinstance(beta, tuple) and beta and isinstance(beta[0], tuple) else (beta,)
@@ -273,7 +275,3 @@ def _within_budget(probs: jax.Array, sparse: SparseMoE, counted: jax.Array | Non
 
 def _is_threshold(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

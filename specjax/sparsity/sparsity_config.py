@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specjax.checks import is_int, require
 from specjax.sparsity.attention_sparsity import Reuse, SparseAttention
 from specjax.sparsity.sparse_ffn import SparseFFN
 from specjax.sparsity.sparse_moe import SparseMoE
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 # The fields that may be `None`.
 _PARTS: dict[str, Any] = {"attention": SparseAttention, "ffn": SparseFFN, "moe": SparseMoE, "lossless": Lossless}
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,21 +61,21 @@ class SparsityConfig:
         for name, kind in _PARTS.items():
             value = getattr(self, name)
             fits = value is None or isinstance(value, kind)
-            _require(fits, f"SparsityConfig.{name} must be None or a {kind.__name__}, got {value!r}")
+            require(fits, f"SparsityConfig.{name} must be None or a {kind.__name__}, got {value!r}")
         reuse, every = self.reuse, self.refresh_every
-        _require(isinstance(reuse, Reuse), f"SparsityConfig.reuse must be a Reuse, got {reuse!r}")
+        require(isinstance(reuse, Reuse), f"SparsityConfig.reuse must be a Reuse, got {reuse!r}")
         without = self.attention is None and reuse.anchors is not None
-        _require(not without, f"SparsityConfig.reuse needs SparsityConfig.attention, got anchors {reuse.anchors} and no sparse attention")
-        is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 0
-        _require(is_count, f"SparsityConfig.refresh_every must be an int of at least 0, got {every!r}")
-        _require(not (every and self.is_dense), f"SparsityConfig.refresh_every = {every} needs something sparse to refresh")
+        require(not without, f"SparsityConfig.reuse needs SparsityConfig.attention, got anchors {reuse.anchors} and no sparse attention")
+        is_count = is_int(every, 0)
+        require(is_count, f"SparsityConfig.refresh_every must be an int of at least 0, got {every!r}")
+        require(not (every and self.is_dense), f"SparsityConfig.refresh_every = {every} needs something sparse to refresh")
         checks = self.lossless is not None
-        _require(not (checks and self.is_dense), f"SparsityConfig.lossless needs something sparse to check, got {self.lossless!r}")
-        _require(
+        require(not (checks and self.is_dense), f"SparsityConfig.lossless needs something sparse to check, got {self.lossless!r}")
+        require(
             not (checks and every), f"SparsityConfig.lossless refreshes at each of its checks: refresh_every must be 0 with it, got {every}"
         )
         unpriced = self.lossless is not None and self.lossless.adapt and self.lossless.step_cost is None and self.attention is None
-        _require(not unpriced, f"Lossless.adapt needs a measured step_cost where attention is dense, got {self.lossless!r}")
+        require(not unpriced, f"Lossless.adapt needs a measured step_cost where attention is dense, got {self.lossless!r}")
 
     @property
     def is_dense(self) -> bool:
@@ -123,7 +119,7 @@ class SparsityConfig:
         if self.attention is None:
             return
         layers, anchors = self.attention_layers(model), self.reuse.anchors
-        _require(
+        require(
             bool(layers),
             f"SparsityConfig.attention: no layer of this model can be sparse: attention_sinks={model.attention_sinks}, "
             f"layer_windows={model.layer_windows}",
@@ -131,8 +127,8 @@ class SparsityConfig:
         if anchors is None:
             return
         outside = [layer for layer in anchors if layer not in layers]
-        _require(not outside, f"Reuse.anchors must be layers with sparse attention, {layers}, got {outside}")
-        _require(anchors[0] == layers[0], f"Reuse.anchors must begin with the first sparse layer, {layers[0]}, got {anchors}")
+        require(not outside, f"Reuse.anchors must be layers with sparse attention, {layers}, got {outside}")
+        require(anchors[0] == layers[0], f"Reuse.anchors must begin with the first sparse layer, {layers[0]}, got {anchors}")
 
     def check_lossless(self, verification: VerificationRule, *, do_sample: bool) -> None:
         """Fits a rule and a way of decoding, if it is to be lossless.
@@ -146,8 +142,8 @@ class SparsityConfig:
         """
         if self.lossless is None:
             return
-        _require(verification.lossless, f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {verification!r}")
-        _require(
+        require(verification.lossless, f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {verification!r}")
+        require(
             not (do_sample and self.sees_later_rows),
             "SparsityConfig.lossless with do_sample=True needs a selection that does not see later draft rows, since a token's sparse "
             f"distribution may not depend on what was drafted behind it; got {self}",
@@ -208,16 +204,16 @@ def _calibrated(path: Path) -> list[dict[str, Any]]:
     wanted = {"setting", "sparsity", "token_agreement", "bytes_ratio", "flops_ratio"}
     rows = record.get("rows") if isinstance(record, dict) else None
     found = [row for row in rows if isinstance(row, dict) and wanted <= row.keys()] if isinstance(rows, list) else []
-    _require(bool(found), f"{path} is no calibration: it needs rows with {sorted(wanted)}")
+    require(bool(found), f"{path} is no calibration: it needs rows with {sorted(wanted)}")
     return found
 
 
 def _known(kind: Any, values: Any) -> dict[str, Any]:
     """The fields, none of them unknown; lists as tuples."""
-    _require(isinstance(values, Mapping), f"{kind.__name__} must be an object of fields, got {values!r}")
+    require(isinstance(values, Mapping), f"{kind.__name__} must be an object of fields, got {values!r}")
     names = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(values) - set(names))
-    _require(not unknown, f"{kind.__name__} has no field {unknown}; it has {names}")
+    require(not unknown, f"{kind.__name__} has no field {unknown}; it has {names}")
     return {name: _tuples(value) for name, value in values.items()}
 
 

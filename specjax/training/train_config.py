@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.drafting.heads.draft_head import require_size
+from specjax.checks import require_size
 
 # Steps whose time tells a run's speed: about as many as a report has.
 _MEASURED_STEPS = 30

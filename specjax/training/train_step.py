@@ -62,9 +62,20 @@ class TrainState:
     optimizer: Any
 
     @classmethod
-    def of(cls, training: DrafterTraining, trained: Any) -> TrainState:
+    def of(cls, optimizer: OptimizerConfig, trained: Any) -> TrainState:
         """The state that a run begins with, however long it is."""
-        return cls(step=jnp.zeros((), jnp.int32), trained=trained, optimizer=training.optimizer.build(num_steps=1).init(trained))
+        return cls(step=jnp.zeros((), jnp.int32), trained=trained, optimizer=optimizer.build(num_steps=1).init(trained))
+
+    def updated(self, optimizer: OptimizerConfig, gradients: Any, num_steps: jax.Array) -> TrainState:
+        """The state one step on.
+
+        Args:
+            optimizer: That of `of`. Static.
+            gradients: Of the trained params.
+            num_steps: int32, of the whole run, for the learning rate.
+        """
+        updates, state = optimizer.build(num_steps).update(gradients, self.optimizer, self.trained)
+        return TrainState(step=self.step + 1, trained=optax.apply_updates(self.trained, updates), optimizer=state)
 
 
 @jax.tree_util.register_dataclass
@@ -157,14 +168,13 @@ def train_step(
     specs = (_REPLICATED, _REPLICATED, _REPLICATED, _BY_ROWS, _REPLICATED)
     summed = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=_REPLICATED, check_vma=False)
     (loss, sums), gradients = summed(state.trained, fixed, arrays, batch, first)
-    updates, optimizer = training.optimizer.build(num_steps).update(gradients, state.optimizer, state.trained)
     metrics = StepMetrics(
         loss=loss,
         sums=sums,
         gradient_norm=optax.tree.norm(gradients),
         learning_rate=training.optimizer.learning_rate_at(state.step, num_steps),
     )
-    return TrainState(step=state.step + 1, trained=optax.apply_updates(state.trained, updates), optimizer=optimizer), metrics
+    return state.updated(training.optimizer, gradients, num_steps), metrics
 
 
 @functools.partial(jax.jit, static_argnames=("training", "mesh"))

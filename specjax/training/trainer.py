@@ -267,14 +267,14 @@ def _first_state(name: str, training: DrafterTraining, trained: Any, mesh: Mesh)
     # Copies, because a training step takes its state's memory.
     trained = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trained)
     # All of it in its place, where a step's results are: the compiled steps take nothing else.
-    return jax.device_put(TrainState.of(training, trained), replicated(mesh))
+    return jax.device_put(TrainState.of(training.optimizer, trained), replicated(mesh))
 
 
 def _state_shapes(drafters: Mapping[str, DrafterTraining], parts: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     shapes = {}
     for name, training in drafters.items():
         trained = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), parts[name][0])
-        state = jax.eval_shape(lambda trained, training=training: TrainState.of(training, trained), trained)
+        state = jax.eval_shape(lambda trained, training=training: TrainState.of(training.optimizer, trained), trained)
         shapes[name] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), state)
     return shapes
 

@@ -11,8 +11,9 @@ speed-up over dense verification = (1 - a^(n + 1)) / (1 - a) / (tau (N c + d))
 
 from __future__ import annotations
 
-import math
 from typing import Any
+
+from specjax.checks import require_positive
 
 
 def two_level_speedup(*, num_steps: float, tokens_per_step: float, acceptance: float, step_cost: float, check_cost: float = 1.0) -> float:
@@ -31,7 +32,7 @@ def two_level_speedup(*, num_steps: float, tokens_per_step: float, acceptance: f
     Example:
         >>> two_level_speedup(num_steps=4, tokens_per_step=3.0, acceptance=0.99, step_cost=0.53)  # 8B, 128 K tokens: 1.31
     """
-    _require_positive(num_steps=num_steps, tokens_per_step=tokens_per_step, step_cost=step_cost, check_cost=check_cost)
+    require_positive(num_steps=num_steps, tokens_per_step=tokens_per_step, step_cost=step_cost, check_cost=check_cost)
     if not 0 <= acceptance <= 1:
         raise ValueError(f"acceptance must be from 0 to 1, got {acceptance!r}")
     settled = 1 + num_steps * tokens_per_step if acceptance == 1 else expected_settled(acceptance, num_steps * tokens_per_step)
@@ -63,9 +64,3 @@ def break_even_dense_acceptance(*, num_steps: float, tokens_per_step: float, ste
 def expected_settled(acceptance: Any, num_tokens: Any) -> Any:
     """`(1 - a^(n + 1)) / (1 - a)` for an acceptance below 1; of numbers or arrays, unchecked."""
     return (1 - acceptance ** (num_tokens + 1)) / (1 - acceptance)
-
-
-def _require_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be a positive finite number, got {value!r}")

@@ -68,14 +68,16 @@ def test_a_calibration_is_read_back_as_a_setting_that_fits_the_target(
     for row in settings:
         assert 0 <= row["token_agreement"] <= 1
         assert row["measured_tokens"] == 2 * 6
-        assert row["bytes_ratio"] <= 1 + 1e-6
+        assert row["flops_ratio"] <= 1 + 1e-6
+        # Of experts a dense step's bytes are those expected of an even choice: a few random steps may read more.
+        assert row["bytes_ratio"] <= 1 + 1e-6 or row["experts_per_token"] is not None
         SparsityConfig.from_json(row["sparsity"]).check(model)
     path = tmp_path / "calibrate.json"
     result: dict[str, Any] = {"experiment": "calibrate", "question": "?", "command": "run", "git_sha": "0" * 40, "config": {}, "rows": rows}
     result |= {"device": {"kind": "cpu", "count": 1}, "versions": {"jax": "0"}}
     write_json(path, result)
     chosen = SparsityConfig.from_calibration(path, agreement=0.0)
-    cheapest = min(settings, key=lambda row: row["bytes_ratio"])
+    cheapest = min(settings, key=lambda row: (row["bytes_ratio"], row["flops_ratio"], -row["token_agreement"]))
     assert chosen == SparsityConfig.from_json(cheapest["sparsity"])
     assert markdown(json.loads(path.read_text()), path.name).count("\n| ") == len(settings) + 1
     figures = calibrate.plots(rows)
@@ -131,5 +133,5 @@ def test_texts_are_pieces_of_what_is_given(target_path: Path, tmp_path: Path) ->
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ExperimentError, match=r"context \+ measured = 5006 tokens exceed the target's window of 4096"):
+    with pytest.raises(ExperimentError, match=r"context \+ measured \+ 1 = 5007 tokens exceed the target's window of 4096"):
         list(calibrate.run(parse_config(calibrate.Config, ["target=tiny", "context=5000", "measured=6", "dtype=float32"])))

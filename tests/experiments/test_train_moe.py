@@ -10,12 +10,13 @@ import pytest
 from experiments import train_moe
 from experiments.experiment import ExperimentError, parse_config
 from experiments.models import load_model
-from experiments.moe_training import MoEState, evaluate_texts, moe_step
+from experiments.moe_training import evaluate_texts, moe_step
 from specjax import GenerateConfig, MoEConfig, Transformer, generate
 from specjax.checkpoints.store import abstract_checkpoint
 from specjax.training.data import TokenBatch
 from specjax.training.token_files import TokenSequence, tokenizer_fingerprint
 from specjax.training.token_writer import writing_token_files
+from specjax.training.train_step import TrainState
 from tests.helpers import numpy_log_softmax, random_model, tiny_config
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -92,7 +93,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch_where_nothing_is_balance
     states = []
     for micro_batch in (4, 2):
         of_this = type(training)(model, training.optimizer, 0.0, micro_batch)
-        state, _ = moe_step(MoEState.of(of_this, jax.tree.map(jnp.array, params)), batch_of(4), np.int32(5), training=of_this)
+        state, _ = moe_step(TrainState.of(of_this.optimizer, jax.tree.map(jnp.array, params)), batch_of(4), np.int32(5), training=of_this)
         states.append(state.optimizer)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * max(1.0, float(np.abs(a).max()))), *states)
 

@@ -116,5 +116,5 @@ def test_bad_arguments_are_refused_with_what_came() -> None:
         eager_block_sparse_attention(*good[:5], jnp.array([2]), block_size=8, scale=1.0)
     with pytest.raises(ValueError, match=r"row_mask must be \[B,K,T,C\] .* got \(1, 2, 2\)"):
         eager_block_sparse_attention(*good, block_size=8, scale=1.0, row_mask=jnp.ones((1, 2, 2), bool))
-    with pytest.raises(ValueError, match="K divide N"):
+    with pytest.raises(ValueError, match="block_sparse_attention: .*K must divide N"):
         eager_block_sparse_attention(query[:, :, :3], *good[1:], block_size=8, scale=1.0)

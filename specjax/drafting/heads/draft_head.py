@@ -112,14 +112,6 @@ def matrix(params: Mapping[str, Any], shared_head: jax.Array | None, *, shared: 
     return shared_head
 
 
-def require_size(what: str, value: Any, most: int | None = None, of: str = "") -> None:
-    """Refuses what is not a positive int, or is above `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} must be a positive int, got {value!r}")
-    if most is not None and value > most:
-        raise ValueError(f"{what} must be at most {of} = {most}, got {value}")
-
-
 def require_head(what: str, head: Any, *, hidden_size: int, vocab_size: int) -> None:
     """Refuses what is no draft head, or one whose sizes do not go together.
 

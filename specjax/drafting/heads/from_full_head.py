@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafting.heads.draft_head import TOKEN_IDS, DraftHead, check_token_ids, require_size
+from specjax.checks import require_size
+from specjax.drafting.heads.draft_head import TOKEN_IDS, DraftHead, check_token_ids
 from specjax.drafting.heads.low_rank import LowRankHead
 from specjax.drafting.heads.screened import ScreenedHead
 from specjax.drafting.heads.trimmed import TrimmedHead

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from specjax.drafting.heads.draft_head import HeadScores, require_size
+from specjax.checks import require_size
+from specjax.drafting.heads.draft_head import HeadScores
 from specjax.models.layers import PROJECTION_INIT, head_product
 
 

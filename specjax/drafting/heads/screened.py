@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from specjax.drafting.heads.draft_head import HeadScores, matrix, require_size
+from specjax.checks import require_size
+from specjax.drafting.heads.draft_head import HeadScores, matrix
 from specjax.drafting.heads.low_rank import LowRankHead, low_rank_logits
 from specjax.models.layers import PROJECTION_INIT, full_precision, head_product
 from specjax.top_k import largest

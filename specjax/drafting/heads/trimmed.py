@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from specjax.drafting.heads.draft_head import TOKEN_IDS, HeadScores, require_size
+from specjax.checks import require_size
+from specjax.drafting.heads.draft_head import TOKEN_IDS, HeadScores
 from specjax.models.layers import PROJECTION_INIT, head_product
 
 
