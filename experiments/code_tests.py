@@ -13,12 +13,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 # What begins at the margin behind a completed function: the completion is over.
 _NEXT_STATEMENT = re.compile(r"\n(?=(?:def|class|if|print|assert|for|import|from)\b|[#@`])")
 # A status that no program ends with by chance or by `sys.exit()`.
 _PASSED = 117
+# Looks for processes that left a program's group: what they start meanwhile is found in the next one.
+_ROUNDS = 10
 
 # Limits are set in the process itself, before the program: a function run between fork and exec could block in a process with threads.
 _RUNNER = """
@@ -45,7 +48,7 @@ def passes(program: str, *, seconds: float = 10.0, memory_bytes: int = 1 << 30) 
     if seconds <= 0 or memory_bytes <= 0:
         raise ValueError(f"limits must be positive, got {seconds=} and {memory_bytes=}")
     limits = (int(seconds) + 1, memory_bytes, 1 << 20)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # what a program left there may resist
         # -I: neither the environment nor the user's packages; -S: no installed ones; -B: no bytecode.
         command = [sys.executable, "-I", "-S", "-B", "-c", _RUNNER % _PASSED, *map(str, limits)]
         process = subprocess.Popen(
@@ -62,14 +65,32 @@ def passes(program: str, *, seconds: float = 10.0, memory_bytes: int = 1 << 30) 
         except subprocess.TimeoutExpired:
             return False
         finally:
-            _end_all(process)
+            _end_all(process, folder)
     return process.returncode == _PASSED
 
 
-def _end_all(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, and so has all that it started
+def _end_all(process: subprocess.Popen, folder: str) -> None:
+    """Ends a program and what it started: its process group, and where the system shows environments (Linux) those that left the group."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and so has all that stayed with it
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for _ in range(_ROUNDS):
+        escaped = _started_in(folder)
+        if not escaped:
+            return
+        for number in escaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+
+def _started_in(folder: str) -> list[int]:
+    """Processes whose environment names the folder, which is one program's own."""
+    found, mark = [], f"HOME={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def code_of(answer: str) -> str:

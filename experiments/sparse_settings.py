@@ -166,9 +166,9 @@ class Calibration:
     def __init__(self, path: str | Path) -> None:
         try:
             rows = {row["kind"]: row for row in json.loads(Path(path).expanduser().read_text(encoding="utf-8"))["rows"]}
+            self.anchors: tuple[int, ...] = tuple(rows.get("selection", {}).get("anchors", ()))
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ExperimentError(f"calibration={path} is none: {error}") from None
-        self.anchors: tuple[int, ...] = tuple(rows.get("selection", {}).get("anchors", ()))
         self._thresholds: dict[str, Any] = rows.get("thresholds", {})
 
     def tau(self, keep: float) -> list[float]:

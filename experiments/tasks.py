@@ -88,9 +88,11 @@ class TaskSource:
         """A task by name.
 
         Raises:
-            ExperimentError: There is none of that name, its data are in no folder, a line of them is not as published, or what scores it is
-                not installed.
+            ExperimentError: There is none of that name, fewer than one example is wanted, its data are in no folder, a line of them is not
+                as published, or what scores it is not installed.
         """
+        if self.count is not None and self.count < 1:
+            raise ExperimentError(f"{name}: at least one prompt is needed, got {self.count}")
         if name not in TASKS:
             raise ExperimentError(f"there is no task {name!r}; there are {', '.join(TASKS)}")
         if name == "long_code":
@@ -146,7 +148,10 @@ def _read(folders: Sequence[str], name: str, pattern: str) -> list[dict]:
         found = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
         for file in found[:1]:
             with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-                return [json.loads(line) for line in lines if line.strip()]
+                try:
+                    return [json.loads(line) for line in lines if line.strip()]
+                except (UnicodeDecodeError, json.JSONDecodeError, gzip.BadGzipFile) as error:
+                    raise ExperimentError(f"{name}: {file.name} is not as published: {error}") from None
     raise ExperimentError(f"{name} needs {pattern} in one of the folders {', '.join(folders) or '(none given)'}: give data=FOLDER,...")
 
 

@@ -30,8 +30,11 @@ def running_texts(paths: Sequence[str], target: Model, *, number: int, length: i
         `[number, length]` int32.
 
     Raises:
-        ExperimentError: A path that is not there or holds too little, or text for a target without a tokenizer.
+        ExperimentError: No piece is wanted, a path that is not there, is no text or holds too little, or text for a target without a
+            tokenizer.
     """
+    if number < 1:
+        raise ExperimentError(f"at least one piece of text is needed, got {number}")
     if not paths:
         return np.random.default_rng(seed).integers(0, target.model.config.vocab_size, (number, length)).astype(np.int32)
     pieces = []
@@ -48,7 +51,10 @@ def running_texts(paths: Sequence[str], target: Model, *, number: int, length: i
 def _of_text(path: Path, target: Model, count: int, length: int) -> list[np.ndarray]:
     if target.checkpoint is None:
         raise ExperimentError(f"{path.name} is text, and the preset {target.name!r} has no tokenizer: give no data, or a checkpoint")
-    text, tokenizer = path.read_text(encoding="utf-8"), target.checkpoint.tokenizer()
+    try:
+        text, tokenizer = path.read_text(encoding="utf-8"), target.checkpoint.tokenizer()
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise ExperimentError(f"{path.name} is neither a text file (UTF-8) nor a folder of token files: {error}") from None
     pieces = []
     for number in range(count):
         start, size = number * len(text) // count, length * _CHARACTERS_A_TOKEN

@@ -54,6 +54,7 @@ def speculative_generate(
 
     `config.sparsity` makes the target's passes sparse, and the output lossy: it then follows the sparse target's distribution, which
     depends on where steps begin, so that speculative and plain decoding need not agree. `statistics.summary()` says what was kept.
+    A call that continues it first reads densely what its sparse passes took in: each call's context is dense, whatever the one before was.
     With `SparsityConfig(lossless=Lossless())` dense passes check it, and what stands above holds again: see `specjax.two_level.lossless`.
 
     Pure; may be called as it is (compiled and cached here, prompts padded to buckets) or from inside a caller's own `jit`. There, `target`,
@@ -289,6 +290,7 @@ def _step(
 
 def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
     """Cuts the new tokens out of the contexts."""
+    dense_length, max_behind = _not_dense(state, config)
     slots = jnp.arange(config.max_new_tokens)
     index = (state.context.length - state.num_generated)[:, None] + slots
     tokens = jnp.take_along_axis(state.context.tokens, jnp.minimum(index, state.context.tokens.shape[1] - 1), axis=1)
@@ -302,7 +304,18 @@ def finish(state: DecodeState, config: GenerateConfig) -> GenerateOutput:
             context=state.context,
             target_cache=state.target_cache,
             drafter_state=state.drafter_state,
-            dense_length=None if state.since_dense is None else state.since_dense.dense_length,
-            max_behind=config.sparsity.refresh_rows(state.statistics.accepted_counts.shape[1] - 1),
+            dense_length=dense_length,
+            max_behind=max_behind,
         ),
     )
+
+
+def _not_dense(state: DecodeState, config: GenerateConfig) -> tuple[jax.Array | None, int]:
+    """From where on keys and values are those of sparse passes, and how many at most; `None` and 0 where none are."""
+    sparsity = config.sparsity
+    if state.since_dense is not None:
+        return state.since_dense.dense_length, sparsity.refresh_rows(state.statistics.draft_length)
+    if sparsity.is_dense or sparsity.lossless is not None:
+        return None, 0
+    # The prefill is dense: it took in all that stands before the first new token.
+    return state.context.length - state.num_generated, config.max_new_tokens

@@ -16,6 +16,7 @@ from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
 from specjax.requests import Request, row_keys
@@ -42,8 +43,8 @@ def prefill(
     context, prompt, start, cache, drafter_state = _starting_point(target, drafter, config, drafter_params, request, continue_from)
     cache = prepare_cache(cache, config.sparsity, target.config)
     if continue_from is not None and continue_from.dense_length is not None and continue_from.max_behind:
-        num_rows = min(continue_from.max_behind, cache.capacity)
-        cache = catch_up(target, target_params, context.tokens, cache, continue_from.dense_length, num_rows=num_rows).cache
+        num_rows = min(continue_from.max_behind, config.prefill_chunk_size, cache.capacity)
+        cache = _made_dense(target, target_params, context.tokens, cache, continue_from.dense_length, num_rows=num_rows)
     chunk_size = min(config.prefill_chunk_size, prompt.tokens.shape[1])
     num_columns = -(-prompt.tokens.shape[1] // chunk_size) * chunk_size
     padded = jnp.pad(prompt.tokens, ((0, 0), (0, num_columns + 1 - prompt.tokens.shape[1])))  # + 1: the last column has a next token too
@@ -109,6 +110,18 @@ def prefill(
         commit = Commit(context=state.context, num_committed=num_committed, features=last_features[0] if last_features else None)
         state = dataclasses.replace(state, drafter_state=drafter.commit(drafter_params, state.drafter_state, commit))
     return state
+
+
+def _made_dense(target, target_params, tokens, cache, dense_length, *, num_rows) -> KVCache:
+    """The cache with dense keys and values in the place of those that sparse passes wrote, `num_rows` tokens at a time."""
+    num_behind = (cache.length - dense_length).max()
+
+    def run_chunk(carry):
+        index, cache = carry
+        start = dense_length + index * num_rows
+        return index + 1, catch_up(target, target_params, tokens, cache, start, num_rows=num_rows).cache
+
+    return lax.while_loop(lambda carry: carry[0] * num_rows < num_behind, run_chunk, (jnp.int32(0), cache))[1]
 
 
 def _starting_point(target, drafter, config, drafter_params, request, continue_from):

@@ -189,8 +189,8 @@ class Continuation:
         context: Prompt and emitted tokens.
         target_cache: The target's cache: all of the context but its last token.
         drafter_state: The drafter's state.
-        dense_length: `[B]` int32, tokens whose keys and values are dense, after a call with refreshes: the next begins with those that are
-            not. `None` otherwise.
+        dense_length: `[B]` int32, tokens whose keys and values are dense, after a call with sparse passes: the next call first replaces
+            those of the others. `None` where all are.
         max_behind: Most tokens that are not. Static.
     """
 

@@ -67,7 +67,8 @@ class SparseFFN:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"SparseFFN.{name} must be one of {known}, got {getattr(self, name)!r}")
-        if not 0 < self.keep <= 1:
+        is_number = isinstance(self.keep, int | float) and not isinstance(self.keep, bool)
+        if not (is_number and 0 < self.keep <= 1):
             raise ValueError(f"SparseFFN.keep must be above 0 and at most 1, got {self.keep!r}")
         if self.select == "threshold" and self.implementation == "gathered":
             raise ValueError("SparseFFN.implementation 'gathered' needs a fixed number of channels: select 'top_k', got 'threshold'")

@@ -201,10 +201,14 @@ def _calibrated(path: Path) -> list[dict[str, Any]]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no calibration: {error}") from None
-    wanted = {"setting", "sparsity", "token_agreement", "bytes_ratio", "flops_ratio"}
+    numbers = {"token_agreement", "bytes_ratio", "flops_ratio"}
     rows = record.get("rows") if isinstance(record, dict) else None
+    wanted = {"setting", "sparsity"} | numbers
     found = [row for row in rows if isinstance(row, dict) and wanted <= row.keys()] if isinstance(rows, list) else []
     require(bool(found), f"{path} is no calibration: it needs rows with {sorted(wanted)}")
+    for row in found:
+        wrong = {name: row[name] for name in sorted(numbers) if not isinstance(row[name], int | float)}
+        require(not wrong, f"{path} is no calibration: of {row['setting']!r} these are to be numbers, got {wrong}")
     return found
 
 

@@ -124,10 +124,13 @@ def test_texts_are_pieces_of_what_is_given(target_path: Path, tmp_path: Path) ->
     for paths, length, message in (
         ((str(text),), 200, "text.txt holds too little text for 2 pieces of 200 tokens"),
         ((str(tmp_path / "nowhere"),), 5, "there is no text file or folder of token files"),
+        ((str(tmp_path),), 5, "is neither a text file .* nor a folder of token files"),
         ((str(folder),), 10_000_000, "tokens holds too few tokens for 2 pieces of 10000000"),
     ):
         with pytest.raises(ExperimentError, match=message):
             running_texts(paths, target, number=2, length=length, seed=0)
+    with pytest.raises(ExperimentError, match="at least one piece of text is needed, got 0"):
+        running_texts((), target, number=0, length=5, seed=0)
     with pytest.raises(ExperimentError, match="the preset 'tiny' has no tokenizer"):
         running_texts((str(text),), load_model("tiny", dtype="float32"), number=1, length=5, seed=0)
 

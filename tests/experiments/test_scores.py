@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,6 +107,17 @@ def test_what_a_program_started_is_ended_with_it(tmp_path):
     assert passes(f"import os, time\nif os.fork() == 0:\n    {child}\n{wait}")
     time.sleep(1.0)
     assert not ended.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes that left the group are found by their environment")
+def test_what_left_its_group_is_ended_too_though_it_keeps_writing(tmp_path):
+    ticks = tmp_path / "ticks"
+    writes = f"open(str(time.time_ns()), 'w')\n        open({str(ticks)!r}, 'a').write('x')"
+    child = f"os.setsid()\n    while True:\n        {writes}\n        time.sleep(0.001)"
+    assert passes(f"import os, time\nif os.fork() == 0:\n    {child}\nwhile not os.path.exists({str(ticks)!r}): pass")
+    size = ticks.stat().st_size
+    time.sleep(0.1)
+    assert ticks.stat().st_size == size
 
 
 def test_a_program_sees_neither_this_environment_nor_installed_packages(monkeypatch):

@@ -127,6 +127,9 @@ def test_what_a_calibration_has_not_is_refused(calibration, tmp_path):
         words(agreements=(0.9,))
     with pytest.raises(ExperimentError, match="is none"):
         named_settings(words(calibration=str(tmp_path / "nothing.json")), DENSE)
+    (tmp_path / "other.json").write_text('{"rows": [{"kind": "selection", "anchors": null}]}')
+    with pytest.raises(ExperimentError, match="other.json is none"):
+        named_settings(words(calibration=str(tmp_path / "other.json")), DENSE)
 
 
 def test_channels_are_gathered_from_weights_laid_out_for_it_which_are_made_once():

@@ -94,6 +94,8 @@ def test_sets_are_found_in_any_folder_and_as_a_file_and_spread(folders):
     assert spread([1, 2, 3], 5) == [1, 2, 3]
     with pytest.raises(ExperimentError, match=r"humaneval needs HumanEval.jsonl\* in one of the folders"):
         source(folders, folders=(first,)).load("humaneval")
+    with pytest.raises(ExperimentError, match="gsm8k: at least one prompt is needed, got 0"):
+        source(folders, count=0).load("gsm8k")
     with pytest.raises(ExperimentError, match="there is no task 'other'; there are qmsum_summary"):
         source(folders).load("other")
 
@@ -107,6 +109,9 @@ def test_a_score_that_cannot_be_computed_is_refused_before_anything_is_decoded(f
 
 def test_a_line_that_is_not_as_published_is_named(folders, tmp_path):
     (tmp_path / "mbpp.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "HumanEval.jsonl.gz").write_text("not compressed")
+    with pytest.raises(ExperimentError, match="humaneval: HumanEval.jsonl.gz is not as published"):
+        source(((str(tmp_path),), "")).load("humaneval")
     with pytest.raises(ExperimentError, match="mbpp: a line has no field 'test_list'"):
         source(folders, folders=(str(tmp_path),)).load("mbpp")
 

@@ -83,6 +83,17 @@ def test_a_refresh_makes_the_cache_dense_up_to_where_it_stood_and_the_next_call_
     assert max(keys_differ(healed, row).max() for row in range(2)) < 10 * FLOAT32_TOLERANCE
 
 
+@pytest.mark.parametrize("limits", [[NUM_TOKENS, NUM_TOKENS], [3, 0]])
+def test_a_call_stands_on_a_dense_context_where_the_one_before_never_refreshed(limits: list[int]) -> None:
+    first = run(sparse(0), max_new_tokens=limits)
+    target, params = tiny_target()
+    # Smaller than what is behind: it takes several passes, of which the last would exceed the capacity.
+    config = GenerateConfig(max_new_tokens=1, cache_capacity=CAPACITY, prefill_chunk_size=7)
+    healed = generate(target, params, [[], []], config=config, continue_from=first.continuation)
+    # float32 sums over another number of rows, of keys of order 1
+    assert max(keys_differ(healed, row).max() for row in range(2)) < 10 * FLOAT32_TOLERANCE
+
+
 def test_refreshes_are_counted_as_the_dense_passes_they_are() -> None:
     never, some = (run_once(every).statistics for every in (0, 3))
     assert never.attention_reads.keep_ratio < some.attention_reads.keep_ratio < 1

@@ -268,6 +268,8 @@ def test_a_threshold_of_another_value_runs_the_same_program() -> None:
     [
         (dict(keep=0.0), "SparseFFN.keep must be above 0 and at most 1, got 0.0"),
         (dict(keep=1.5), "SparseFFN.keep must be above 0 and at most 1, got 1.5"),
+        (dict(keep="0.4"), "SparseFFN.keep must be above 0 and at most 1, got '0.4'"),
+        (dict(keep=True), "SparseFFN.keep must be above 0 and at most 1, got True"),
         (dict(select="magic"), r"SparseFFN.select must be one of .*, got 'magic'"),
         (dict(per="layer"), r"SparseFFN.per must be one of .*, got 'layer'"),
         (dict(score="sum"), r"SparseFFN.score must be one of .*, got 'sum'"),

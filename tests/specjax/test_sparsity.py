@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ BAD = [
     (SparsityConfig, "moe", SparseFFN(), "SparsityConfig.moe must be None or a SparseMoE, got SparseFFN"),
     (SparsityConfig, "reuse", (0,), r"SparsityConfig.reuse must be a Reuse, got \(0,\)"),
     (SparsityConfig, "reuse", Reuse(anchors=(0,)), "SparsityConfig.reuse needs SparsityConfig.attention"),
+    (partial(GenerateConfig, max_new_tokens=1), "sparsity", SparseFFN(), "GenerateConfig.sparsity must be a SparsityConfig, got SparseFFN"),
 ]
 
 
@@ -153,6 +155,9 @@ def test_a_calibration_yields_its_cheapest_setting_that_agrees_often_enough(tmp_
     for agreement, keep in ((0.9, 0.1), (0.91, 0.2), (0.975, 0.4)):
         assert SparsityConfig.from_calibration(path, agreement=agreement) == settings[keep]
     with pytest.raises(ValueError, match=r"none of 3 settings agrees .* share of 0.99 of the tokens; the best, 'keep 0.4', does on 0.9800"):
+        SparsityConfig.from_calibration(path)
+    path.write_text(json.dumps({"rows": [rows[0] | {"token_agreement": None}]}))
+    with pytest.raises(ValueError, match=r"of 'keep .*' these are to be numbers, got {'token_agreement': None}"):
         SparsityConfig.from_calibration(path)
     path.write_text(json.dumps({"rows": []}))
     with pytest.raises(ValueError, match=r"calibrate.json is no calibration: it needs rows with \['bytes_ratio'"):
