@@ -285,7 +285,7 @@ class GenerateConfig:
             isinstance(self.pad_token_id, int) and self.pad_token_id >= 0,
             f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
         )
-        _require(isinstance(self.sparsity, SparsityConfig), f"GenerateConfig.sparsity must be a SparsityConfig, got {self.sparsity!r}")
+        require(isinstance(self.sparsity, SparsityConfig), f"GenerateConfig.sparsity must be a SparsityConfig, got {self.sparsity!r}")
         self.sparsity.check_lossless(self.verification, do_sample=self.do_sample)
 
     def max_unsettled(self, draft_length: int) -> int:
