@@ -140,6 +140,7 @@ ON_SEVERAL_DEVICES = """
 """
 
 
+@pytest.mark.full
 def test_what_eight_devices_saved_is_read_on_one_and_two_and_the_reverse(tmp_path: Path) -> None:
     whole = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
     tree = {"a": whole, "b": whole + 1, "c": whole.astype(ml_dtypes.bfloat16)}

@@ -82,6 +82,7 @@ run(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.full
 def test_a_run_killed_while_it_saves_ends_with_the_params_of_one_that_was_not(tmp_path: Path) -> None:
     whole = run(None)
     command = [sys.executable, "-c", KILLED, str(tmp_path)]

@@ -76,6 +76,7 @@ def test_dialogues_are_sampled_until_there_are_enough(target: Path, tmp_path: Pa
     assert lengths[:-1].sum() < 100 <= lengths.sum()
 
 
+@pytest.mark.full
 def test_an_interrupted_run_goes_on_where_it_was(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--num-sequences", 10, "--temperature", 0, "--temperature", 1.2, "--system", "be brief", "--user-loss", *SMALL)
     assert run(target, tmp_path / "straight", *words).exit_code == 0

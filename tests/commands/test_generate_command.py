@@ -142,6 +142,7 @@ def test_a_drafter_in_the_targets_place_and_one_for_another_target_are_refused(t
 
 
 @pytest.mark.filterwarnings("default:the drafter must have")
+@pytest.mark.full
 def test_a_drafter_with_another_tokenizer_is_refused_and_may_be_forced(target: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", special_tokens=("<a>", "<u>"))
     words = (target, "hello", "--max-new-tokens", 8, "--num-speculative-tokens", 2, "--drafter", other)

@@ -65,6 +65,7 @@ def changed(before: dict, after: dict) -> set[str]:
     return {jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(same) if not leaf}
 
 
+@pytest.mark.full
 def test_a_draft_models_head_is_replaced_trained_saved_and_drafts(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run(target, data, out, *SMALL, "--drafter", "draft_model", "--from", draft, "--head", "low_rank:4")

@@ -29,6 +29,7 @@ def run_quality(target_path, task_data, *settings):
     return list(sparse_quality.run(parse_config(sparse_quality.Config, words)))
 
 
+@pytest.mark.full
 def test_quality_rows_hold_sparse_against_dense(target_path, task_data):
     settings = ("tasks=text", "attention=0", "reuse=tokens", "controls=window", "drafter=prompt_lookup")
     rows = run_quality(target_path, task_data, *settings)

@@ -15,8 +15,8 @@ import pytest
 
 from specjax import GenerateConfig, SparseAttention, SparseFFN, SparsityConfig, generate
 from specjax.models.sparse_attention import prepare_cache
+from specjax.sparsity import agreement
 from specjax.sparsity.agreement import Agreement, measure_agreement
-from specjax.sparsity.sparsity_config import agreement
 from tests.helpers import numpy_log_softmax, tiny_target
 
 NUM_CONTEXT, NUM_ROWS = 40, 3

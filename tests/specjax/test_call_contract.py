@@ -28,6 +28,7 @@ def test_a_row_of_one_token_that_never_starts_does_not_stop_the_others_drafts(li
     assert output.statistics.draft_acceptance_rate == 1.0
 
 
+@pytest.mark.full
 def test_64_bit_mode_changes_no_token():
     expected = np.asarray(speculate(random_prompts((3, 9))).tokens)
     with jax.enable_x64(True):
@@ -35,6 +36,7 @@ def test_64_bit_mode_changes_no_token():
 
 
 @pytest.mark.parametrize(("capacity", "has_room"), [(48, [True, False]), (128, [True, True])])
+@pytest.mark.full
 def test_a_traced_continuation_ends_the_rows_without_room_and_goes_on_with_the_others(capacity, has_room):
     # Contexts of 25 and 28 tokens: continuing takes 24 + 22 and 27 + 22 slots.
     first = speculative_generate(TARGET, PARAMS, PromptLookup(), None, random_prompts((9, 12)), config=CONFIG)

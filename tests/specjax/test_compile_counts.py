@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specjax import GenerateConfig, PromptLookup, SamplingParams, speculative_generate
 from specjax.capacity import bucket
@@ -70,6 +71,7 @@ def test_calls_that_differ_in_values_alone_share_one_compiled_program() -> None:
     assert _generate._cache_size() == before + 2, "the counter counts"
 
 
+@pytest.mark.full
 def test_a_call_inside_the_callers_own_jit_equals_the_call_itself_and_is_traced_once() -> None:
     target, params = tiny_target()
     prompts = random_prompts()

@@ -135,6 +135,7 @@ def test_no_cache_is_copied_or_transposed_by_refreshes(batch_size):
     ("batch_size", "with_draft_model"),
     [(1, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, True), (5, False), (5, True)))],
 )
+@pytest.mark.full
 def test_no_cache_is_copied_or_transposed_by_two_levels(batch_size, with_draft_model):
     # Loops of one turn stand where a condition would copy what its branches write.
     sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=2))

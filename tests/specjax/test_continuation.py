@@ -53,6 +53,7 @@ def test_rows_that_ended_at_an_eos_go_on_behind_it() -> None:
     np.testing.assert_array_equal(second.tokens[0, : NUM_TOKENS - length], text[0, length:])
 
 
+@pytest.mark.full
 def test_prompt_lookup_and_plain_decoding_continue_too() -> None:
     target, params = tiny_target()
     config = GenerateConfig(max_new_tokens=NUM_TOKENS)

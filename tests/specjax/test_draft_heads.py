@@ -124,6 +124,7 @@ class MisrecordedHead(ScreenedHead):
 
 
 @pytest.mark.parametrize("record", ["full", pytest.param("screening", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_recording_another_softmax_than_that_of_the_candidates_is_caught(record: str) -> None:
     head = MisrecordedHead(**dataclasses.asdict(SMALL_HEADS["screened"]), record=record)
     p_value, _ = emitted_p_value(*with_draft_model(head, *small_target()))

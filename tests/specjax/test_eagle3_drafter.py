@@ -67,6 +67,7 @@ def test_after_any_acceptance_the_cache_is_that_of_a_prefill_on_the_emitted_text
     np.testing.assert_allclose(state.next_state, fresh.next_state, atol=20 * FLOAT32_TOLERANCE)
 
 
+@pytest.mark.full
 def test_a_commit_may_go_back_several_steps_and_replace_features() -> None:
     # What a later, dense pass may do to tokens that an approximate one had committed.
     target, target_params = tiny_target()

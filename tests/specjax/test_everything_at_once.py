@@ -81,6 +81,7 @@ def test_a_row_that_is_not_a_number_leaves_the_other_rows_to_their_experts() -> 
             assert output.finish_reason[row] == (FinishReason.LENGTH if length == NUM_TOKENS else FinishReason.NONFINITE_LOGITS)
 
 
+@pytest.mark.full
 def test_another_length_of_context_compiles_nothing() -> None:
     prompts = random_prompts((3, 9))
     speculative_generate(*MODEL, *drafter(), prompts, config=GenerateConfig(max_new_tokens=16, num_speculative_tokens=2))

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import export
 
 from specjax import DraftModel, GenerateConfig, speculative_generate
 from tests.helpers import tiny_draft_model, tiny_target
 
 
+@pytest.mark.full
 def test_an_exported_speculative_generation_gives_the_same_tokens():
     target, params = tiny_target()
     model, draft_params = tiny_draft_model()

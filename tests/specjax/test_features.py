@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specjax import DraftModel, GenerateConfig, ModelConfig, speculative_generate
 from specjax.state import Commit, Context, PrefillChunk
@@ -61,6 +62,7 @@ def _put(buffer: jax.Array, start: jax.Array, new: jax.Array) -> jax.Array:
     return buffer.at[rows, start + jnp.arange(new.shape[1])].set(new, mode="drop")
 
 
+@pytest.mark.full
 def test_features_pair_with_the_token_after_them_through_prefill_and_commits():
     target, params = tiny_target()
     draft_model, draft_params = tiny_draft_model()

@@ -80,6 +80,7 @@ def test_rows_of_one_prompt_draw_different_texts() -> None:
     ],
     ids=lambda rule: type(rule).__name__,
 )
+@pytest.mark.full
 def test_no_key_is_used_twice(rule: Any) -> None:
     model, params = random_model(tiny_config(num_layers=1), seed=2)
     config = GenerateConfig(max_new_tokens=8, num_speculative_tokens=2, do_sample=True, verification=rule)

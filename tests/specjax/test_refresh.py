@@ -56,6 +56,7 @@ def keys_differ(output: Any, row: int) -> np.ndarray:
     return np.abs(np.asarray(cache.keys[1] - clean.keys[1])[row, :, :length]).max(axis=(0, 2))
 
 
+@pytest.mark.full
 def test_a_refresh_at_every_step_is_dense_decoding() -> None:
     output = run_once(1)
     np.testing.assert_array_equal(output.tokens, greedy_text(PROMPTS))
@@ -94,6 +95,7 @@ def test_a_call_stands_on_a_dense_context_where_the_one_before_never_refreshed(l
     assert max(keys_differ(healed, row).max() for row in range(2)) < 10 * FLOAT32_TOLERANCE
 
 
+@pytest.mark.full
 def test_refreshes_are_counted_as_the_dense_passes_they_are() -> None:
     never, some = (run_once(every).statistics for every in (0, 3))
     assert never.attention_reads.keep_ratio < some.attention_reads.keep_ratio < 1

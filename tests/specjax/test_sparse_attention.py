@@ -252,6 +252,7 @@ def test_the_measured_keep_ratio_is_the_budget_that_was_asked_for() -> None:
         total + dataclasses.replace(output.statistics, attention_reads=None)
 
 
+@pytest.mark.full
 def test_a_dense_call_goes_on_sparsely_and_a_sparse_one_densely() -> None:
     prompts, text = random_prompts(), greedy_text(random_prompts())
     target, params = tiny_target()

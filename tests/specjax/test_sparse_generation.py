@@ -62,6 +62,7 @@ def test_greedy_text_with_everything_kept_is_that_of_dense_decoding(name: str, p
         assert total["flops"] == pytest.approx(total["dense_flops"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_what_is_kept_is_measured_and_becomes_operations_and_bytes() -> None:
     keep = 24 / 48
     sparsity = SparsityConfig(attention=FEW_BLOCKS, ffn=SparseFFN(keep=keep))

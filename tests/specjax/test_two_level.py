@@ -168,6 +168,7 @@ def test_an_eos_or_a_limit_anywhere_among_provisional_tokens_ends_a_row_where_de
         pytest.param(HARSH, "draft model", marks=FULL),
     ],
 )
+@pytest.mark.full
 def test_afterwards_the_caches_are_those_of_a_dense_prefill_and_a_draft_models_too(settings: dict, drafter_name: str) -> None:
     output = run(sparse(FIXED, **settings), drafter_name, 2)
     after, (drafter, drafter_params) = output.continuation, drafters(drafter_name)
@@ -198,6 +199,7 @@ def test_afterwards_a_drafter_on_features_knows_those_of_dense_passes(drafter_na
         np.testing.assert_allclose(ours.next_state, fresh.next_state, atol=20 * FLOAT32_TOLERANCE)
 
 
+@pytest.mark.full
 def test_a_stream_delivers_settled_tokens_only_and_a_call_may_be_continued(full_grid: bool) -> None:
     target, params = tiny_target()
     text, sparsity = greedy_text(PROMPTS), sparse(ADAPTING, **HARSH)
@@ -262,6 +264,7 @@ def test_where_sparse_steps_cannot_pay_every_step_is_dense() -> None:
 
 
 @FULL
+@pytest.mark.full
 def test_where_hardly_anything_is_accepted_dense_steps_take_over_and_sparse_ones_are_tried_again() -> None:
     prompts = [[token % 64 for token in range(row, row + 40)] for row in range(3)]
     target, params = tiny_target()
@@ -323,6 +326,7 @@ def test_64_bit_mode_changes_no_token() -> None:
 
 
 @FULL
+@pytest.mark.full
 def test_a_traced_continuation_ends_the_rows_without_room_for_provisional_tokens_and_goes_on_with_the_others() -> None:
     # Contexts of 25 and 28 tokens: continuing takes 24 + 23 and 27 + 23 slots, with one step of 4 + 1 tokens.
     target, params = tiny_target()

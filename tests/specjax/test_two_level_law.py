@@ -135,6 +135,7 @@ def test_block_verification_of_drafts_leaves_the_law_as_it_is(drafter_name: str)
     "changes",
     [dict(rows="each", score="bounds"), dict(score="random", keep=0.5), dict(score="window", keep=0.3), dict(score="oracle", keep=0.3)],
 )
+@pytest.mark.full
 def test_the_law_is_exact_whoever_chooses_blocks_without_looking_ahead(changes: dict) -> None:
     attention = dataclasses.replace(LITTLE, **changes)
     assert p_value(emitted(FIXED, "draft model", PLAIN, attention=attention)) > MIN_P_VALUE
@@ -150,6 +151,7 @@ def test_the_law_is_exact_with_sparse_networks_too(attention: SparseAttention | 
 
 
 @FULL
+@pytest.mark.full
 def test_the_law_is_exact_for_many_keys_and_longer_rounds() -> None:
     for seed in range(8):
         assert p_value(emitted(Lossless(max_steps=4, adapt=False), "draft model", PLAIN, seed=seed)) > MIN_P_VALUE

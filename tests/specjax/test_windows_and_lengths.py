@@ -22,6 +22,7 @@ LONGROPE = RopeConfig(
 )
 
 
+@pytest.mark.full
 def test_windowed_layers_survive_forty_tokens_of_rejected_drafts() -> None:
     model = random_model(tiny_config(layer_windows=(8, 8)), seed=3)
     plain = generate(*model, PROMPTS, config=GenerateConfig(max_new_tokens=40))

@@ -52,6 +52,7 @@ def test_a_warm_start_scores_as_the_target_does() -> None:
         np.testing.assert_allclose(probs, exact, atol=PRODUCT_TOLERANCE)
 
 
+@pytest.mark.full
 def test_drafters_that_differ_in_their_heads_begin_with_the_same_body() -> None:
     bodies = []
     for name in ("full", "low_rank:4"):
