@@ -1,7 +1,8 @@
 """How much of the key/value cache the passes of decoding read, counted in blocks: the measured side of sparse attention's budget.
 
 What counts is what attention needs: blocks that hold tokens, up to the last row of the pass. An implementation may read more (XLA's dense
-attention reads the capacity) or move data twice (a gather writes what it read).
+attention reads the capacity) or move data twice (a gather writes what it read). A layer with a sliding window counts as if it had none, in
+what is there as in what is read: shares and bytes of a model with such layers are too high. `PassCounts` knows their windows.
 """
 
 from __future__ import annotations
