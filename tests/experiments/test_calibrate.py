@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 
@@ -80,16 +80,14 @@ def test_a_calibration_is_read_back_as_a_setting_that_fits_the_target(
     cheapest = min(settings, key=lambda row: (row["bytes_ratio"], row["flops_ratio"], -row["token_agreement"]))
     assert chosen == SparsityConfig.from_json(cheapest["sparsity"])
     assert markdown(json.loads(path.read_text()), path.name).count("\n| ") == len(settings) + 1
-    figures = calibrate.plots(rows)
-    assert set(figures) == {"", "overlap"}
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
+    assert set(calibrate.plots(rows)) == {"", "overlap"}
+    if importlib.util.find_spec("matplotlib"):  # the extra `plots`
+        from matplotlib.figure import Figure
 
-    for draw in figures.values():
-        canvas, axes = plt.subplots()
-        draw(axes)
-        assert axes.get_xlabel()
-        plt.close(canvas)
+        for draw in calibrate.plots(rows).values():
+            axes = Figure().subplots()
+            draw(axes)
+            assert axes.get_xlabel()
 
 
 @pytest.mark.full
