@@ -134,9 +134,12 @@ def decoding_loop(
     )
 
     def step(params, state):
-        return decode_step(target, drafter, static, params[0], params[1], request, state)
+        target_params, drafter_params, request = params
+        return decode_step(target, drafter, static, target_params, drafter_params, request, state)
 
-    return Loop(step, (target_params, drafter_params), state)
+    # The request is an argument too: of constants the compiler makes use. With temperature, top-k and top-p known it drops from a sampling
+    # step the branch that might sort, and with it a trip to the host for every token that is drawn, which a call's own steps make.
+    return Loop(step, (target_params, drafter_params, jax.device_put(request)), state)
 
 
 @jax.tree_util.register_dataclass
