@@ -16,6 +16,23 @@ from specjax.drafting.drafter import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
+class Call:
+    """What one batch took.
+
+    Attributes:
+        seconds: Wall time.
+        tokens: Delivered tokens of each prompt.
+        steps: Steps that each prompt took behind its first token; the batch took as many as its slowest prompt.
+        accepted: Draft tokens that were accepted in them.
+    """
+
+    seconds: float
+    tokens: tuple[int, ...]
+    steps: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Decoded:
     """What came out for a set of prompts.
 
@@ -23,11 +40,13 @@ class Decoded:
         tokens: The delivered tokens of each prompt.
         seconds: Wall time over all batches, prefill included, compilation excluded.
         statistics: Acceptance counts over all prompts.
+        calls: Batch by batch.
     """
 
     tokens: list[list[int]]
     seconds: float
     statistics: Statistics
+    calls: tuple[Call, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +101,7 @@ class Decoder:
 
     def __call__(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> Decoded:
         """Decodes the prompts `repeats` times; of each batch the median time counts."""
-        tokens, seconds, statistics = [], 0.0, None
+        tokens, calls, statistics = [], [], None
         for index in range(0, len(prompts), self._batch):
             rows = prompts[index : index + self._batch]
             output, times = None, []
@@ -91,23 +110,29 @@ class Decoder:
                 output = self._call(rows, limit=self._config.max_new_tokens, index=index)
                 times.append(time.perf_counter() - begin)
             assert output is not None, f"{repeats=} must be at least 1"
-            seconds += float(np.median(times))
             delivered, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
             tokens += [delivered[row, : lengths[row]].tolist() for row in range(len(rows))]
+            counts = np.asarray(output.statistics.accepted_counts)[: len(rows)]
+            of_rows = (lengths[: len(rows)], counts.sum(axis=1), counts @ np.arange(counts.shape[1]))
+            calls.append(Call(float(np.median(times)), *(tuple(one.tolist()) for one in of_rows)))
             statistics = output.statistics if statistics is None else statistics + output.statistics
         assert statistics is not None, "no prompts"
-        return Decoded(tokens, seconds, statistics)
+        return Decoded(tokens, sum(call.seconds for call in calls), statistics, tuple(calls))
 
     def prefill_seconds(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> float:
         """What the same prompts take up to their first tokens, which is part of `Decoded.seconds`."""
-        seconds = 0.0
+        return sum(self.prefill_seconds_by_call(prompts, repeats=repeats))
+
+    def prefill_seconds_by_call(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[float]:
+        """Likewise, batch by batch."""
+        seconds = []
         for index in range(0, len(prompts), self._batch):
             times = []
             for _ in range(repeats):
                 begin = time.perf_counter()
                 self._call(prompts[index : index + self._batch], limit=1, index=index)
                 times.append(time.perf_counter() - begin)
-            seconds += float(np.median(times))
+            seconds.append(float(np.median(times)))
         return seconds
 
     def _call(self, rows, *, limit, index):

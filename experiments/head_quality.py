@@ -14,7 +14,9 @@ costs no training.
 `rho_tau` is a drafter's mean acceptance length over the full head's, on the same prompts. `kappa` and `nu` are measured beforehand with the
 library's own steps (see `recommend_head`), and with rho_tau make `predicted_speedup_over_full`: SlimSpec's model, arXiv:2605.10453.
 `tokens_per_s` counts from each prompt's first token on: the prefill is the same for all. A batch takes as long as its slowest row, while
-`rho_tau` is a mean over the rows: at larger batches the gain may differ from the prediction, which is that of a step.
+`rho_tau` is a mean over the rows: at larger batches the gain may differ from the prediction, which is that of a step. What a row receives
+in a step of its batch is `tokens_per_call_step`. `rho_tau_interval` and `speedup_over_full_interval` are 95 % bootstrap intervals over
+prompts, each prompt with both heads; the latter at batch 1 alone.
 
 `head_bytes` are the weights that a head reads for one draft token of each row. `share_outside` is the part of the target's own text that a
 trimmed head can never draft: no training brings that back. Where even the full head's mean acceptance length over the sets is below 2.3,
@@ -34,9 +36,9 @@ from experiments.head_rows import Setting
 from experiments.models import Model, load_model
 from experiments.prompts import encode, load_prompts
 from experiments.train_figures import Draw
+from specjax.commands.prepare_training import open_token_files
 from specjax.commands.token_data import tokenizer_and_ends
 from specjax.training.token_counts import count_tokens
-from specjax.training.token_files import TokenFiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Config:
         drafters: Checkpoints of EAGLE-3 drafters with the same body's shape and a head of their own each, of which one has the full head;
             and of a draft model, with its own LM head or others.
         derive: trimmed:TOKENS, heads of the rows of each kind's full head.
-        data: Token files by which those tokens are chosen, made by `specjax distill`.
+        data: Token files by which those tokens are chosen, made by `specjax distill`; several folders are counted as one.
         data_dir: Folder of prompt sets, `NAME.jsonl` with `turns`.
         sets: Their names.
         prompts_per_set: Spread evenly over the set, at least as many as are decoded together; `none` takes all. Of a set that has enough,
@@ -73,7 +75,7 @@ class Config:
     target: str = path_field("")
     drafters: tuple[str, ...] = path_field(())
     derive: tuple[str, ...] = ()
-    data: str = path_field("")
+    data: tuple[str, ...] = path_field(())
     data_dir: str = path_field("")
     sets: tuple[str, ...] = ("mt_bench", "humaneval", "gsm8k")
     prompts_per_set: int | None = 8
@@ -99,7 +101,7 @@ def run(config: Config) -> Iterator[dict]:
     if not config.target or not config.data_dir or not config.drafters:
         raise ExperimentError("head_quality needs target=PATH, drafters=PATH,PATH and data_dir=PATH")
     if bool(config.derive) != bool(config.data):
-        raise ExperimentError(f"derive and data go together, got derive={','.join(config.derive)} and data={config.data}")
+        raise ExperimentError(f"derive and data go together, got derive={','.join(config.derive)} and data={','.join(config.data)}")
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.target, **options)
     if target.checkpoint is None:
@@ -130,21 +132,28 @@ def derived(config: Config, candidates: Candidates, target: Model) -> Candidates
     assert target.checkpoint is not None
     tokenizer, ends = tokenizer_and_ends(target.checkpoint)
     try:
-        counts = count_tokens(TokenFiles(config.data), target.model.config.vocab_size)
+        counts = count_tokens(open_token_files(config.data, tokenizer), target.model.config.vocab_size)
     except ValueError as error:
-        raise ExperimentError(f"data={config.data}: {error}") from None
+        raise ExperimentError(f"data={','.join(config.data)}: {error}") from None
     return with_cut_heads(candidates, config.derive, counts, sorted({*ends, *tokenizer.all_special_ids}))
 
 
 def show(row: dict) -> str:
     """A row's main figures on one line."""
     text = f"{row['drafter']:11} {row['dataset']:10} batch {row['batch']:2} T {row['temperature']:g}  {name_of(row):29}  "
-    text += f"mean acceptance length {row['mean_acceptance_length']:.3f} (rho {row['rho_tau']:.3f})  "
+    text += f"mean acceptance length {row['mean_acceptance_length']:.3f} (rho {with_interval(row, 'rho_tau')})  "
     text += f"nu {row['nu']:.3f} kappa {row['kappa']:.3f}  "
-    text += f"{row['tokens_per_s']:.0f} tokens/s: {row['speedup_over_autoregressive']:.2f} x, over full {row['speedup_over_full']:.3f} "
+    text += f"{row['tokens_per_s']:.0f} tokens/s: {row['speedup_over_autoregressive']:.2f} x, "
+    text += f"over full {with_interval(row, 'speedup_over_full')} "
     text += f"(predicted {row['predicted_speedup_over_full']:.3f})"
     text += "" if row["share_outside"] is None else f"  outside {row['share_outside']:.4f}"
     return f"{text}  UNDERTRAINED" if row["undertrained"] else text
+
+
+def with_interval(row: dict, key: str) -> str:
+    """A ratio, and between which two numbers it lies where that is known."""
+    interval = row.get(f"{key}_interval")
+    return f"{row[key]:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval and interval[0] < interval[1] else "")
 
 
 def name_of(row: dict) -> str:
@@ -158,8 +167,8 @@ def table_rows(rows: list[dict]) -> list[dict]:
 
 
 def plots(rows: list[dict]) -> dict[str, Draw]:
-    """The gain of each head at the smallest batch size, greedily, by the bytes that it reads."""
-    first = [row for row in table_rows(rows) if (row["batch"], row["temperature"]) == (rows[0]["batch"], rows[0]["temperature"])]
+    """The gain of each head of the first kind of drafter, at the first batch size and temperature, by the bytes that it reads."""
+    first = [row for row in table_rows(rows) if all(row[key] == rows[0][key] for key in ("drafter", "batch", "temperature"))]
     return {"": lambda axes: _gains(axes, first)}
 
 
@@ -186,12 +195,12 @@ def columns(row: dict) -> dict:
         "head": name_of(row),
         "MB a draft token": row["head_bytes"] / 1e6,
         "mean acceptance length": row["mean_acceptance_length"],
-        "ρ_τ": row["rho_tau"],
+        "ρ_τ": with_interval(row, "rho_tau") if "rho_tau_interval" in row else row["rho_tau"],
         "ν": row["nu"],
         "κ": row["kappa"],
         "tokens/s": row["tokens_per_s"],
         "over plain": f"{row['speedup_over_autoregressive']:.2f} ×",
-        "over full": f"{row['speedup_over_full']:.3f} ×",
+        "over full": f"{with_interval(row, 'speedup_over_full')} ×",
         "predicted": f"{row['predicted_speedup_over_full']:.3f} ×",
         "text outside": row["share_outside"],
     }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.acceptance import end_of_text
+from experiments.bootstrap import Rate, rate_ratio_interval
 from experiments.decoding import Decoded, Decoder
 from experiments.draft_heads import FULL, bytes_read, describe
 from experiments.drafters import Candidates, ready, sizes_of
@@ -136,8 +137,7 @@ class Setting:
             }
             by_drafter = {
                 name: [
-                    self.row(family, name, dataset, len(tokens), decoded[dataset][name], decoded[dataset][FULL], plain[dataset])
-                    for dataset, tokens in prompts.items()
+                    self.row(family, name, dataset, decoded[dataset][name], decoded[dataset][FULL], plain[dataset]) for dataset in prompts
                 ]
                 for name in names
             }
@@ -146,7 +146,8 @@ class Setting:
             for rows in by_drafter.values():
                 yield from (row | undertrained for row in rows)
             for name, rows in by_drafter.items():
-                yield self.mean_row(family, name, rows, by_drafter[FULL]) | undertrained
+                ours, full = ([decoded[dataset][one] for dataset in prompts] for one in (name, FULL))
+                yield self.mean_row(family, name, rows, by_drafter[FULL]) | self._intervals(ours, full) | undertrained
 
     def head_bytes(self, family: str, name: str) -> int:
         """Weights that a head reads for one draft token of each row."""
@@ -157,12 +158,14 @@ class Setting:
     def decode(self, decoder: Decoder, prompts: list[list[int]]) -> Decoded:
         """The prompts' texts; the time is that behind the first token of each."""
         decoded = decoder(prompts, repeats=self.config.repeats)
-        prefill_seconds = decoder.prefill_seconds(prompts, repeats=self.config.repeats)
-        if prefill_seconds >= decoded.seconds:
+        prefills = decoder.prefill_seconds_by_call(prompts, repeats=self.config.repeats)
+        if sum(prefills) >= decoded.seconds:
             raise ExperimentError(f"{decoded.num_tokens} tokens took no longer than the prefill: decode more with new_tokens")
-        return dataclasses.replace(decoded, seconds=decoded.seconds - prefill_seconds)
+        calls = zip(decoded.calls, prefills, strict=True)
+        behind = tuple(dataclasses.replace(call, seconds=call.seconds - prefill) for call, prefill in calls)
+        return dataclasses.replace(decoded, seconds=decoded.seconds - sum(prefills), calls=behind)
 
-    def row(self, family: str, name: str, dataset: str, num_prompts: int, ours: Decoded, full: Decoded, plain: Decoded) -> dict:
+    def row(self, family: str, name: str, dataset: str, ours: Decoded, full: Decoded, plain: Decoded) -> dict:
         """What a set says of one drafter."""
         counts = ours.statistics.summary()
         full_length = full.statistics.summary()["mean_acceptance_length"]
@@ -179,7 +182,7 @@ class Setting:
             **self._training(family, name),
             "head_bytes": self.head_bytes(family, name),
             "dataset": dataset,
-            "prompts": num_prompts,
+            "prompts": len(ours.tokens),
             "num_speculative_tokens": self.config.num_speculative_tokens,
             "batch": self.batch,
             "temperature": self.temperature,
@@ -189,14 +192,20 @@ class Setting:
             "mean_acceptance_length": counts["mean_acceptance_length"],
             "acceptance_rate_per_position": counts["acceptance_rate_per_position"],
             "share_outside": outside,
-            **self._rates(self._rate(ours, num_prompts), self._rate(full, num_prompts), self._rate(plain, num_prompts)),
+            "tokens_per_call_step": tokens_per_call_step(ours),
+            **self._rates(*(sum(tokens) / sum(seconds) for tokens, seconds in map(speed, (ours, full, plain)))),
             **self._ratios(family, name, counts["mean_acceptance_length"] / full_length),
+            **self._intervals([ours], [full]),
         }
         return row | self._prediction_error(row)
 
-    def _rate(self, decoded: Decoded, num_prompts: int) -> float:
-        """Tokens a second behind the first of each prompt."""
-        return (decoded.num_tokens - num_prompts) / decoded.seconds
+    def _intervals(self, ours: list[Decoded], full: list[Decoded]) -> dict[str, Any]:
+        """How sure the two ratios to the full head are, by drawing prompts anew; batches of several prompts are too few to draw from."""
+        ratios = {"rho_tau_interval": acceptance_length, "speedup_over_full_interval": speed if self.batch == 1 else None}
+        return {
+            key: rate and list(rate_ratio_interval([rate(one) for one in full], [rate(one) for one in ours]))
+            for key, rate in ratios.items()
+        }
 
     @staticmethod
     def _rates(ours: float, full: float, plain: float) -> dict[str, float]:
@@ -224,6 +233,7 @@ class Setting:
             "mean_acceptance_length": length,
             "acceptance_rate_per_position": np.mean([row["acceptance_rate_per_position"] for row in rows], axis=0).tolist(),
             "share_outside": None if rows[0]["share_outside"] is None else mean("share_outside", rows),
+            "tokens_per_call_step": mean("tokens_per_call_step", rows),
             **self._rates(ours, mean("tokens_per_s", full_rows), plain),
             **self._ratios(family, name, length / mean("mean_acceptance_length", full_rows)),
         }
@@ -252,3 +262,20 @@ class Setting:
             "init": variant.get("init"),
             "train_tokens": record.get("last_report", {}).get("loss_tokens"),
         }
+
+
+def acceptance_length(decoded: Decoded) -> Rate:
+    """Tokens over steps, prompt by prompt."""
+    pairs = [pair for call in decoded.calls for pair in zip(call.steps, call.accepted, strict=True)]
+    return [steps + accepted for steps, accepted in pairs], [steps for steps, _ in pairs]
+
+
+def speed(decoded: Decoded) -> Rate:
+    """Tokens behind the first of each prompt over seconds, batch by batch."""
+    return [sum(call.tokens) - len(call.tokens) for call in decoded.calls], [call.seconds for call in decoded.calls]
+
+
+def tokens_per_call_step(decoded: Decoded) -> float:
+    """Tokens that a row receives in a step of its batch: the mean acceptance length, less what rows lose that wait for the slowest one."""
+    received, _ = speed(decoded)
+    return sum(received) / sum(max(call.steps) * len(call.steps) for call in decoded.calls)

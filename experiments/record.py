@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.experiment import ROW_KEYS
+from experiments.experiment import ROW_KEYS, ExperimentError
 
 REPOSITORY = Path(__file__).parent.parent
 # Files that a run itself rewrites do not make a tree dirty.
@@ -41,9 +41,33 @@ class Record:
     git_sha: str
     config: dict[str, Any]
 
-    def as_json(self, rows: list[dict]) -> dict[str, Any]:
-        """The whole JSON."""
-        return {**dataclasses.asdict(self), "versions": versions(), "device": device(), "rows": rows}
+    def as_json(self, rows: list[dict], earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The whole JSON; or an earlier run's, with these rows behind its own and under `appended` what they come from."""
+        description = {**dataclasses.asdict(self), "versions": versions(), "device": device()}
+        if earlier is None:
+            return {**description, "rows": rows}
+        part = {
+            "first_row": len(earlier["rows"]),
+            **{key: description[key] for key in ("command", "git_sha", "config", "versions", "device")},
+        }
+        return earlier | {"appended": [*earlier.get("appended", []), part], "rows": [*earlier["rows"], *rows]}
+
+    def earlier(self, path: Path) -> dict[str, Any] | None:
+        """What stands in a file of this experiment, to append to; `None` if there is no such file.
+
+        Raises:
+            ExperimentError: It is another experiment's, or holds this command's rows already.
+        """
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["experiment"] != self.experiment:
+            raise ExperimentError(
+                f"{path.name} holds rows of {found['experiment']}, to which those of {self.experiment} cannot be appended"
+            )
+        if self.command in [run["command"] for run in (found, *found.get("appended", []))]:
+            raise ExperimentError(f"{path.name} already holds the rows of this command: {self.command}")
+        return found
 
 
 def git_sha(repository: Path = REPOSITORY) -> str | None:
@@ -93,7 +117,7 @@ def check_row(row: dict) -> dict:
     return {key: _plain(value) for key, value in row.items()}
 
 
-def collect(record: Record, rows: Iterable[dict], path: Path) -> Iterator[dict]:
+def collect(record: Record, rows: Iterable[dict], path: Path, earlier: dict[str, Any] | None = None) -> Iterator[dict]:
     """Passes rows on and keeps what is there so far in `PATH.partial`; the last row replaces `path`, so a run that fails destroys nothing.
 
     What stands in `PATH.partial` says `"interrupted": true`, and the report repeats it, should it be kept as a result.
@@ -102,14 +126,15 @@ def collect(record: Record, rows: Iterable[dict], path: Path) -> Iterator[dict]:
         record: The run.
         rows: What the experiment yields.
         path: Where the JSON shall stand.
+        earlier: From `record.earlier`, what the rows shall be appended to.
     """
     partial = path.with_suffix(".json.partial")
     done: list[dict] = []
     for row in rows:
         done.append(check_row(row))
-        write_json(partial, record.as_json(done) | {"interrupted": True})
+        write_json(partial, record.as_json(done, earlier) | {"interrupted": True})
         yield done[-1]
-    write_json(path, record.as_json(done))
+    write_json(path, record.as_json(done, earlier))
     partial.unlink(missing_ok=True)
 
 

@@ -79,17 +79,23 @@ def markdown(result: dict, file_name: str) -> str:
     rows = module.table_rows(result["rows"]) if hasattr(module, "table_rows") else result["rows"]
     shown = [_columns(module, row) for row in rows]
     tables = [_table(list(rows)) for _, rows in itertools.groupby(shown, key=lambda row: tuple(row))]
-    device, versions = result["device"], result["versions"]
-    count = f"{device['count']} × " if device["count"] > 1 else ""
     source = f"[`experiments/results/{file_name}`](experiments/results/{file_name})"
     weights = ", ".join(dict.fromkeys(row["weights"] for row in result["rows"]))
-    sha, dash, state = result["git_sha"].partition("-")  # "dirty", where the tree had changes
-    where = f"{count}{device['kind']}, JAX {versions['jax']}, weights {weights}, commit {sha[:8]}{dash}{state}"
     part = "" if len(rows) == len(result["rows"]) else f" (here {len(rows)} of its {len(result['rows'])} rows)"
-    origin = f"From {source}{part}: {where}; `{result['command']}`."
+    origin = f"From {source}{part}: {_where(result, weights)}; `{result['command']}`."
+    for later in result.get("appended", []):
+        origin += f" Rows {later['first_row'] + 1} and on: {_where(later, weights)}; `{later['command']}`."
     if result.get("interrupted"):
         origin += " The run was interrupted: these are the rows that it finished."
     return "\n".join([*tables, origin, ""])
+
+
+def _where(run: dict, weights: str) -> str:
+    """On what a run was made."""
+    device = run["device"]
+    count = f"{device['count']} × " if device["count"] > 1 else ""
+    sha, dash, state = run["git_sha"].partition("-")  # "dirty", where the tree had changes
+    return f"{count}{device['kind']}, JAX {run['versions']['jax']}, weights {weights}, commit {sha[:8]}{dash}{state}"
 
 
 def figures(path: Path) -> list[Path]:

@@ -24,6 +24,7 @@ def main(
     settings: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Its settings.", show_default=False)] = None,
     record: Annotated[bool, typer.Option("--record", help="Write to experiments/results, the numbers that the README shows.")] = False,
     save_as: Annotated[str | None, typer.Option("--save-as", help="The JSON's name, where it is not the experiment's.")] = None,
+    append: Annotated[bool, typer.Option("--append", help="Keep the rows that the JSON has, and add these.")] = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for the JSON without --record.")] = REPOSITORY / "runs",
     sha: Annotated[str | None, typer.Option("--git-sha", help="The commit, for a checkout without .git.")] = None,
 ) -> None:
@@ -39,7 +40,7 @@ def main(
     commit = sha or git_sha()
     if record and commit is None:
         raise typer.BadParameter("a recorded result needs its commit: this is no git checkout, give --git-sha SHA")
-    options = ["--record"] * record + [f"--save-as {save_as}"] * (save_as is not None)
+    options = ["--record"] * record + ["--append"] * append + [f"--save-as {save_as}"] * (save_as is not None)
     description = Record(
         experiment=name,
         question=experiment.declaration.question,
@@ -49,7 +50,8 @@ def main(
     )
     path = (RESULTS if record else out) / f"{save_as or name}.json"
     try:
-        for row in collect(description, experiment.run(config), path):
+        earlier = description.earlier(path) if append else None
+        for row in collect(description, experiment.run(config), path, earlier):
             print(experiment.show(row), flush=True)
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)

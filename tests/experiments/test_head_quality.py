@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 
 from experiments import head_quality, head_rows, step_costs
+from experiments.decoding import Call, Decoded
 from experiments.draft_heads import bytes_read
 from experiments.drafters import load_candidates, load_families, with_cut_heads
 from experiments.experiment import ExperimentError, parse_config
+from experiments.models import load_model
 from experiments.record import check_row
 from experiments.timing import LoopTiming
+from specjax import Statistics
 from specjax.checkpoints.store import load_checkpoint, save_checkpoint
 from specjax.cost_model import throughput_ratio
 from specjax.drafting.draft_model_network import DraftModelConfig
@@ -36,6 +40,8 @@ SMALL = (
 LOOPS = ("compile_threads=2", "context=64", "short_steps=1", "long_steps=2", "loop_repeats=1")
 # Milliseconds a step: a full head of 250 us and others of 50, in a step whose rest takes 4,500.
 STEP_MS = {"plain": 4.0, "step": 5.0, "given": 0.3, "head full": 0.8}
+# A quotient of float64 against one of float32.
+ROUNDING = 1e-6
 OPTIONS = dict(dtype="float32", implementation="auto", cache_dir=None)
 
 
@@ -72,7 +78,7 @@ def fixed_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step_costs, "time_loops", timed)
     # Nor can a prefill of a few tokens be told from the decoding of as few.
-    monkeypatch.setattr(head_rows.Decoder, "prefill_seconds", lambda self, prompts, **options: 0.0)
+    monkeypatch.setattr(head_rows.Decoder, "prefill_seconds_by_call", lambda self, prompts, **options: [0.0] * (len(prompts) // 2))
 
 
 def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
@@ -82,7 +88,8 @@ def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
     # The draft model itself stands in the checkpoint with another head as well.
     names = ("eagle3", "eagle3-low-rank", "draft-low-rank") if full_grid else ("draft-low-rank",)
     chosen = [str(drafters[name]) for name in names]
-    paths = (f"target={target_path}", f"drafters={','.join(chosen)}", f"data_dir={data_dir}", f"data={data}", "derive=trimmed:40")
+    paths = (f"target={target_path}", f"drafters={','.join(chosen)}", f"data_dir={data_dir}", "derive=trimmed:40")
+    paths += (f"data={data}",)
     rows = [check_row(row) for row in head_quality.run(parse_config(head_quality.Config, (*paths, *SMALL, *LOOPS)))]
     heads = ["full", "low_rank", "trimmed"]
     families = ("eagle3", "draft_model") if full_grid else ("draft_model",)
@@ -106,6 +113,9 @@ def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
             assert row["predicted_speedup_over_full"] == throughput_ratio(acceptance_ratio=row["rho_tau"], kappa=row["kappa"], nu=row["nu"])
             assert row["predicted_gain_error"] == pytest.approx(row["predicted_speedup_over_full"] / row["speedup_over_full"] - 1)
             assert row["speedup_over_full"] == pytest.approx(row["tokens_per_s"] / full["tokens_per_s"])
+            assert row["rho_tau_interval"][0] <= row["rho_tau"] <= row["rho_tau_interval"][1]
+            assert row["speedup_over_full_interval"] is None  # one batch of two prompts a set
+            assert 0 < row["tokens_per_call_step"] <= row["mean_acceptance_length"] + ROUNDING
             assert (row["share_outside"] is not None) == (row["head"] == "trimmed")
             # Random weights accept next to nothing.
             assert row["undertrained"] is True
@@ -158,6 +168,38 @@ def test_a_cut_head_is_the_full_ones_rows_of_the_frequent_tokens(drafters: dict[
     for name, message in (("low_rank:4", "rows of the full head, got 'low_rank:4'"), ("trimmed:300", "at most vocab_size = 259")):
         with pytest.raises(ExperimentError, match=message):
             with_cut_heads(candidates, [name], counts, always=[0])
+
+
+def test_a_cut_heads_tokens_are_counted_in_all_folders(drafters: dict[str, Path], target_path: Path, tmp_path: Path) -> None:
+    folders = [write_token_files(tmp_path / str(first), target_path, ids=(first, first + 9)) for first in (10, 100)]
+    candidates, target = load_candidates([str(drafters["eagle3"])], **OPTIONS), load_model(str(target_path), **OPTIONS)
+    for chosen, expected in ((folders[:1], {*range(10, 19)}), (folders, {*range(10, 19), *range(100, 109)})):
+        config = head_quality.Config(derive=("trimmed:40",), data=tuple(map(str, chosen)))
+        cut = head_quality.derived(config, candidates, target)
+        ids = {*np.asarray(cut.heads["trimmed, 40 rows, cut"][1]["token_ids"]).tolist()}
+        assert expected <= ids
+        assert (100 in ids) == (100 in expected)  # what was not counted fills up from the lowest ids
+
+
+def test_lengths_and_speeds_are_counted_by_prompt_and_by_batch() -> None:
+    calls = (Call(2.0, (9, 5), (4, 1), (4, 3)), Call(1.0, (1, 4), (0, 3), (0, 0)))
+    decoded = Decoded(tokens=[], seconds=3.0, statistics=Statistics.zeros(1, 4), calls=calls)
+    assert head_rows.acceptance_length(decoded) == ([8, 4, 0, 3], [4, 1, 0, 3])
+    assert head_rows.speed(decoded) == ([12, 3], [2.0, 1.0])
+    assert head_rows.tokens_per_call_step(decoded) == 15 / (2 * 4 + 2 * 3)
+
+
+@pytest.mark.parametrize(("batch", "speedups"), [(1, [2.0, 2.0]), (2, None)])
+def test_intervals_are_those_of_both_ratios_to_the_full_head(batch: int, speedups: list[float] | None) -> None:
+    def decoded(seconds: float, accepted: int) -> Decoded:
+        # Prompts of one and of two steps.
+        calls = tuple(Call(steps * seconds, (1 + steps * (1 + accepted),), (steps,), (steps * accepted,)) for steps in (1, 2))
+        return Decoded(tokens=[], seconds=0.0, statistics=Statistics.zeros(1, 4), calls=calls)
+
+    setting: Any = SimpleNamespace(batch=batch)
+    found = head_rows.Setting._intervals(setting, [decoded(0.75, 2)], [decoded(1.0, 1)])
+    # Each prompt gives the same two ratios, whichever are drawn.
+    assert found == {"rho_tau_interval": pytest.approx([1.5, 1.5]), "speedup_over_full_interval": speedups and pytest.approx(speedups)}
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,22 @@ def test_an_interrupted_run_is_called_one(tmp_path):
     assert "The run was interrupted: these are the rows that it finished." in report.rewritten(README, tmp_path)
 
 
+def test_rows_that_were_appended_name_their_own_run(tmp_path):
+    later = {
+        "first_row": 1,
+        "command": "python later",
+        "git_sha": "fedcba9876",
+        "versions": {"jax": "1.2.4"},
+        "device": {"kind": "slide rule", "count": 2},
+    }
+    (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"rows": 2 * RESULT["rows"], "appended": [later]}))
+    text = report.rewritten(README, tmp_path)
+    assert (
+        "`python -m experiments.run quickstart`. Rows 2 and on: 2 × slide rule, JAX 1.2.4, weights random, commit fedcba98; `python later`."
+        in text
+    )
+
+
 def test_a_table_of_some_rows_says_of_how_many(tmp_path, monkeypatch):
     rows = [RESULT["rows"][0] | {"tokens_per_s": speed} for speed in (111.0, 222.0, 333.0)]
     (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"rows": rows}))

@@ -135,6 +135,33 @@ def test_a_failing_run_keeps_the_old_result_and_its_own_rows(tmp_path):
     assert kept["interrupted"] is True
 
 
+def test_rows_are_appended_to_what_is_there_with_their_own_origin(tmp_path):
+    path = tmp_path / "name.json"
+    first, second, third = (dataclasses.replace(RECORD, command=f"python {n}", git_sha=f"sha{n}") for n in range(3))
+    assert first.earlier(path) is None
+    list(collect(first, [ROW | {"n": 0}, ROW | {"n": 1}], path, first.earlier(path)))
+    before = json.loads(path.read_text())
+    appended = collect(second, [ROW | {"n": 2}, ROW | {"n": 3}], path, second.earlier(path))
+    next(appended)
+    # Interrupted now, the old rows would stand where they were, and in the partial file beside the new one.
+    assert json.loads(path.read_text()) == before
+    partial = json.loads(path.with_suffix(".json.partial").read_text())
+    assert ([row["n"] for row in partial["rows"]], partial["interrupted"]) == ([0, 1, 2], True)
+    list(appended)
+    list(collect(third, [ROW | {"n": 4}], path, third.earlier(path)))
+    result = json.loads(path.read_text())
+    assert [row["n"] for row in result["rows"]] == [0, 1, 2, 3, 4]
+    assert {key: value for key, value in result.items() if key in TOP_KEYS - {"rows"}} == {key: before[key] for key in TOP_KEYS - {"rows"}}
+    assert [(part["first_row"], part["command"], part["git_sha"]) for part in result["appended"]] == [
+        (2, "python 1", "sha1"),
+        (4, "python 2", "sha2"),
+    ]
+    with pytest.raises(ExperimentError, match="already holds the rows of this command: python 1"):
+        second.earlier(path)
+    with pytest.raises(ExperimentError, match=r"name\.json holds rows of name, to which those of other cannot be appended"):
+        dataclasses.replace(third, experiment="other").earlier(path)
+
+
 def test_rows_must_say_what_they_were_measured_with(tmp_path):
     with pytest.raises(ValueError, match="a row lacks weights"):
         list(collect(RECORD, [{"implementation": "reference", "synthetic": False}], tmp_path / "name.json"))
@@ -188,7 +215,8 @@ def test_committed_results_are_complete_and_hold_no_machine_paths(path):
 
 
 def check_schema(result):
-    assert set(result) - {"interrupted"} == TOP_KEYS
+    assert set(result) - {"interrupted", "appended"} == TOP_KEYS
+    assert all(set(part) == {"first_row", *TOP_KEYS} - {"experiment", "question", "rows"} for part in result.get("appended", []))
     assert set(result["versions"]) == VERSIONS
     assert set(result["device"]) == DEVICE
     assert result["experiment"] in {declaration.name for declaration in declarations()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.bootstrap import paired_interval
+from experiments.bootstrap import paired_interval, rate_ratio_interval
 from experiments.code_tests import code_of, human_eval_program, mbpp_program, passes
 from experiments.text_scores import edit_distance, edit_similarity, exact_match, final_number, rouge_l, same_number
 
@@ -146,3 +146,34 @@ def test_equal_scores_have_an_interval_of_nothing_and_wrong_ones_are_refused():
         paired_interval([], [])
     with pytest.raises(ValueError, match="level"):
         paired_interval([1.0], [1.0], level=1.0)
+
+
+def test_the_interval_of_a_ratio_of_rates_is_that_of_the_normal_law_for_many_prompts():
+    rng, prompts = np.random.default_rng(0), 400
+    steps = rng.integers(20, 60, prompts)
+    lengths = rng.normal([2.0, 3.0], 0.4, (prompts, 2)) + rng.normal(0, 0.5, (prompts, 1))  # what is easy is easy for both
+    first, second = (([*(steps * lengths[:, n])], [*steps]) for n in range(2))
+    low, high = rate_ratio_interval([first], [second], seed=3)
+    ratio = np.sum(second[0]) / np.sum(first[0])
+    # The delta method: residuals of the ratio, prompt by prompt.
+    error = 1.96 * np.std(np.array(second[0]) - ratio * np.array(first[0])) / np.mean(first[0]) / np.sqrt(prompts)
+    assert ratio == pytest.approx(1.5, abs=0.05)
+    assert (low, high) == (pytest.approx(ratio - error, abs=0.15 * error), pytest.approx(ratio + error, abs=0.15 * error))
+    # Of two sets that are the same half of the variance is left.
+    narrow = rate_ratio_interval([first, first], [second, second], seed=3)
+    assert narrow[1] - narrow[0] == pytest.approx((high - low) / np.sqrt(2), rel=0.1)
+
+
+def test_a_rate_is_the_mean_of_the_sets_whatever_their_sizes():
+    first, second = [([2.0], [1.0]), ([8.0] * 3, [2.0] * 3)], [([4.0], [1.0]), ([4.0] * 3, [2.0] * 3)]
+    assert rate_ratio_interval(first, second) == (1.0, 1.0)  # (4 + 2) / (2 + 4)
+
+
+def test_prompts_without_steps_count_nothing_and_wrong_rates_are_refused():
+    some = ([3.0, 0.0], [1.0, 0.0])
+    assert rate_ratio_interval([some], [([6.0, 0.0], [1.0, 0.0])]) == (2.0, 2.0)
+    for first, second in (([some], [([1.0], [1.0])]), ([], []), ([([], [])], [([], [])]), ([some], [([0.0, 0.0], [0.0, 0.0])])):
+        with pytest.raises(ValueError, match="a ratio of rates needs"):
+            rate_ratio_interval(first, second)
+    with pytest.raises(ValueError, match="level must be"):
+        rate_ratio_interval([some], [some], level=0.0)
