@@ -134,7 +134,7 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
     request = Request(
         prompt_tokens=cast(jax.Array, tokens),  # a NumPy array until the jitted call takes it
         prompt_lengths=lengths,
-        sampling=_sampling(sampling, batch_size),
+        sampling=_sampling(sampling, batch_size, do_sample=config.do_sample),
         stopping=Stopping(
             eos_token_ids=_eos(model, eos_token_ids), ignore_eos=_per_row(ignore_eos, batch_size, bool, "ignore_eos"), max_new_tokens=limit
         ),
@@ -261,8 +261,8 @@ def _eos(model: ModelConfig, eos_token_ids: Any) -> Any:
     return np.pad(ids, (0, padded - ids.size), constant_values=-1).astype(np.int32)
 
 
-def _sampling(sampling: SamplingParams | None, batch_size: int) -> SamplingParams:
-    """Checks the concrete fields: NaN fails every comparison."""
+def _sampling(sampling: SamplingParams | None, batch_size: int, *, do_sample: bool) -> SamplingParams:
+    """Checks the concrete fields: NaN fails every comparison. Greedy decoding filters nothing: with and without top-k it is one program."""
     sampling = SamplingParams() if sampling is None else sampling
     rules = {
         "temperature": (np.float32, "0 (greedy) or a positive finite number", lambda x: (x >= 0) & (x < np.inf)),
@@ -272,6 +272,8 @@ def _sampling(sampling: SamplingParams | None, batch_size: int) -> SamplingParam
     fields = {}
     for name, (dtype, expected, is_valid) in rules.items():
         value = getattr(sampling, name)
+        if value is None and name != "temperature":
+            continue
         if _is_traced(value):
             fields[name] = value
             continue
@@ -282,7 +284,7 @@ def _sampling(sampling: SamplingParams | None, batch_size: int) -> SamplingParam
         if dtype == np.int32:
             array = np.minimum(array, np.iinfo(np.int32).max)
         fields[name] = np.broadcast_to(array, (batch_size,)).astype(dtype)
-    return SamplingParams(**fields)
+    return SamplingParams(**fields) if do_sample else SamplingParams(temperature=fields["temperature"])
 
 
 def _key(rng: Any, config: GenerateConfig, batch_size: int) -> Any:

@@ -7,6 +7,7 @@ The order is Hugging Face's: temperature, then top-k, then top-p. Whatever draws
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +22,27 @@ MIN_TEMPERATURE = 1e-5
 class SamplingParams:
     """How to sample; each a scalar or one value a row. All traced: changing them compiles nothing.
 
+    But `None` is static: where neither top-k nor top-p is given, the program has no part for them. With values that keep everything it has,
+    and asks for every token whether to skip it, which on a GPU is a trip to the host.
+
     Attributes:
         temperature: Scalar or `[B]` float; 0 (anything below 1e-5) is greedy.
-        top_k: Scalar or `[B]` int; keep the k most likely tokens; 0 keeps all, more than V too.
-        top_p: Scalar or `[B]` float in (0, 1]; keep the smallest set of most likely tokens whose probability reaches it.
+        top_k: Scalar or `[B]` int; keep the k most likely tokens; 0 keeps all, more than V too. `None` keeps all.
+        top_p: Scalar or `[B]` float in (0, 1]; keep the smallest set of most likely tokens whose probability reaches it. `None` keeps all.
     """
 
     temperature: jax.Array | float = 1.0
-    top_k: jax.Array | int = 0
-    top_p: jax.Array | float = 1.0
+    top_k: jax.Array | int | None = None
+    top_p: jax.Array | float | None = None
 
     def broadcast(self, batch_size: int) -> SamplingParams:
-        """Every field as `[B]`."""
-        return SamplingParams(
-            temperature=jnp.broadcast_to(jnp.asarray(self.temperature, jnp.float32), (batch_size,)),
-            top_k=jnp.broadcast_to(jnp.asarray(self.top_k, jnp.int32), (batch_size,)),
-            top_p=jnp.broadcast_to(jnp.asarray(self.top_p, jnp.float32), (batch_size,)),
-        )
+        """Every field that there is as `[B]`."""
+
+        def rows(value: jax.Array | float | None, dtype: Any) -> jax.Array | None:
+            return None if value is None else jnp.broadcast_to(jnp.asarray(value, dtype), (batch_size,))
+
+        temperature = jnp.broadcast_to(jnp.asarray(self.temperature, jnp.float32), (batch_size,))
+        return SamplingParams(temperature=temperature, top_k=rows(self.top_k, jnp.int32), top_p=rows(self.top_p, jnp.float32))
 
 
 def filtered_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
@@ -56,13 +61,20 @@ def filtered_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None, None]
     # The largest logit becomes 0 first, so that a small temperature cannot overflow.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    vocab_size = logits.shape[-1]
-    top_k = jnp.where(sampling.top_k <= 0, vocab_size, jnp.minimum(sampling.top_k, vocab_size))
-    filtering = jnp.any(~greedy & ((top_k < vocab_size) | (sampling.top_p < 1.0)))
-    # The sort is skipped where no row asks for it: over a large vocabulary it costs as much as a small model's step.
-    scaled = lax.cond(filtering, _filter, lambda x, *_: x, scaled, top_k, sampling.top_p)
-    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab_size, dtype=jnp.float32)
+    if sampling.top_k is not None or sampling.top_p is not None:
+        scaled = _filter_where_asked(scaled, sampling, greedy)
+    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     return jnp.where(greedy[:, None, None], one_hot, jax.nn.softmax(scaled, axis=-1))
+
+
+def _filter_where_asked(scaled: jax.Array, sampling: SamplingParams, greedy: jax.Array) -> jax.Array:
+    vocab_size = scaled.shape[-1]
+    top_k = jnp.full(greedy.shape, vocab_size) if sampling.top_k is None else jnp.asarray(sampling.top_k)
+    top_k = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size))
+    top_p = jnp.ones(greedy.shape) if sampling.top_p is None else jnp.asarray(sampling.top_p)
+    filtering = jnp.any(~greedy & ((top_k < vocab_size) | (top_p < 1.0)))
+    # The sort is skipped where no row asks for it: over a large vocabulary it costs as much as a small model's step.
+    return lax.cond(filtering, _filter, lambda x, *_: x, scaled, top_k, top_p)
 
 
 def _filter(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -92,7 +92,7 @@ def generate_command(
             params,
             [_encode(tokenizer, text, raw=raw)],
             config=config,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+            sampling=SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p),
             eos_token_ids=checkpoints[0].eos_token_ids(),
             ignore_eos=ignore_eos,
             rng=jax.random.key(seed),

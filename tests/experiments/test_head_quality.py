@@ -170,6 +170,19 @@ def test_a_cut_head_is_the_full_ones_rows_of_the_frequent_tokens(drafters: dict[
             with_cut_heads(candidates, [name], counts, always=[0])
 
 
+def test_a_trained_trimmed_head_and_one_cut_to_its_size_stand_side_by_side(
+    drafters: dict[str, Path], target_path: Path, tmp_path: Path
+) -> None:
+    network = new_eagle3(load_checkpoint(target_path).model.config, TrimmedHead(num_tokens=3), dtype=jnp.float32)
+    save_checkpoint(tmp_path / "trimmed", network.config, initial_params(network), {"training": {"variants": [{"init": "svd"}]}})
+    candidates = load_candidates([str(drafters["eagle3"]), str(tmp_path / "trimmed")], **OPTIONS)
+    both = with_cut_heads(candidates, ["trimmed:3"], np.arange(259), always=[])
+    assert list(both.heads) == ["full", "trimmed, 3 rows", "trimmed, 3 rows, cut"]
+    for name, ids, init in (("trimmed, 3 rows", [0, 1, 2], "svd"), ("trimmed, 3 rows, cut", [256, 257, 258], "cut from full")):
+        np.testing.assert_array_equal(both.trained[name][1]["draft_head"]["token_ids"], ids)
+        assert both.metadata[name]["training"]["variants"][0]["init"] == init
+
+
 def test_a_cut_heads_tokens_are_counted_in_all_folders(drafters: dict[str, Path], target_path: Path, tmp_path: Path) -> None:
     folders = [write_token_files(tmp_path / str(first), target_path, ids=(first, first + 9)) for first in (10, 100)]
     candidates, target = load_candidates([str(drafters["eagle3"])], **OPTIONS), load_model(str(target_path), **OPTIONS)

@@ -30,16 +30,19 @@ def test_a_timed_step_holds_no_array_that_a_call_would_pass(do_sample: bool) -> 
 
 
 @pytest.mark.full
-def test_a_timed_sampling_step_branches_as_often_as_a_calls_step() -> None:
+@pytest.mark.parametrize(("top_p", "in_a_call"), [(None, 0), (1.0, 4)])
+def test_sampling_branches_for_every_token_only_where_a_filter_is_given(top_p: float | None, in_a_call: int) -> None:
     def branches(compiled: str) -> int:
         return len(re.findall(r" conditional\(", compiled))
 
     (target, params), (draft, draft_params) = (random_model(tiny_config(num_layers=1), seed=seed) for seed in (1, 2))
     drafter = DraftModel(draft)
-    timed = _lower(decoding_loop(target, params, drafter, draft_params, MIDDLE)).compile().as_text()
     config = GenerateConfig(max_new_tokens=16, num_speculative_tokens=2, do_sample=True)
-    sampled = dict(sampling=SamplingParams(), rng=jax.random.key(0))
+    sampled = dict(sampling=SamplingParams(top_p=top_p), rng=jax.random.key(0))
     request, static = generation.prepare_call(target, drafter, draft_params, np.zeros((1, 4), np.int32), config=config, **sampled)
     call = generation._generate.lower(target, drafter, static, params, draft_params, request, None).compile().as_text()
-    # A call draws its first token before the loop.
-    assert branches(timed) == branches(call) - 1 == 3
+    # The first token is drawn before the loop, three in it.
+    assert branches(call) == in_a_call
+    if top_p is None:
+        timed = _lower(decoding_loop(target, params, drafter, draft_params, MIDDLE)).compile().as_text()
+        assert branches(timed) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import DraftModel, GenerateConfig, ModelConfig, PromptLookup, SamplingParams, generate, speculative_generate, stream_generate
-from specjax.generate import _generate
+from specjax.generate import _generate, prepare_call
 from tests.helpers import NUM_TOKENS, random_model, random_prompts, tiny_config, tiny_target
 
 
@@ -97,6 +97,21 @@ def test_impossible_sampling_parameters_are_refused_by_name(name: str, value: An
     config = GenerateConfig(max_new_tokens=NUM_TOKENS, do_sample=True)
     arguments = dict(sampling=SamplingParams(**{name: value}), rng=jax.random.key(0), config=config)
     refused(f"SamplingParams.{name} must be .*, a scalar or one for each of 2 rows, got", [[1, 2], [3]], **arguments)
+
+
+def test_top_k_and_top_p_that_are_not_given_are_no_part_of_the_program_and_greedily_never() -> None:
+    target, _ = tiny_target()
+
+    def structure(sampling: SamplingParams, **options: Any) -> Any:
+        config = GenerateConfig(max_new_tokens=NUM_TOKENS, **options)
+        request, _ = prepare_call(target, None, None, [[1, 2], [3]], config=config, sampling=sampling, rng=jax.random.key(0))
+        return jax.tree.map(np.shape, request.sampling)
+
+    assert structure(SamplingParams(0.5), do_sample=True) == SamplingParams((2,), None, None)
+    assert structure(SamplingParams(0.5, 3, 0.9), do_sample=True) == SamplingParams((2,), (2,), (2,))
+    assert structure(SamplingParams(0.5, top_p=0.9), do_sample=True) == SamplingParams((2,), None, (2,))
+    assert structure(SamplingParams(0.5, 3, 0.9), do_sample=False) == SamplingParams((2,), None, None)
+    refused("SamplingParams.temperature must be", [[1]], sampling=SamplingParams(None), config=GenerateConfig(max_new_tokens=4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("argument", ["repetition_penalty", "presence_penalty", "logits_processor", "min_p", "stop_strings"])

@@ -44,6 +44,18 @@ def test_filtered_probs_equal_the_numpy_version(seed: int, temperature: float, t
     np.testing.assert_allclose(probs_of(logits, temperature, top_k, top_p), expected, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.7)])
+def test_what_is_not_given_filters_nothing_and_without_either_there_is_no_branch(top_k: int | None, top_p: float | None) -> None:
+    logits, temperatures = np.random.default_rng(5).normal(0, 2, (3, 1, 16)).astype(np.float32), (0.0, 0.7, 2.0)
+    sampling = SamplingParams(np.float32(temperatures), top_k, top_p).broadcast(3)
+    probs = filtered_probs(logits, sampling)
+    for row, temperature in enumerate(temperatures):
+        expected = numpy_filtered_probs(logits[row, 0].astype(np.float64), temperature, top_k or 0, 1.0 if top_p is None else top_p)
+        np.testing.assert_allclose(probs[row, 0], expected, atol=TOLERANCE)
+    branches = str(jax.make_jaxpr(eager_filtered_probs)(logits, sampling)).count("cond[")
+    assert branches == (top_k is not None or top_p is not None)
+
+
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.8, 3, 0.9), (1.0, 0, 0.5), (0.1, 5, 1.0), (1.5, 0, 1.0), (2.0, 10, 0.7)])
 def test_filtered_probs_equal_those_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
     torch = pytest.importorskip("torch")
