@@ -15,8 +15,8 @@ costs no training.
 library's own steps (see `recommend_head`), and with rho_tau make `predicted_speedup_over_full`: SlimSpec's model, arXiv:2605.10453.
 `tokens_per_s` counts from each prompt's first token on: the prefill is the same for all. A batch takes as long as its slowest row, while
 `rho_tau` is a mean over the rows: at larger batches the gain may differ from the prediction, which is that of a step. What a row receives
-in a step of its batch is `tokens_per_call_step`. `rho_tau_interval` and `speedup_over_full_interval` are 95 % bootstrap intervals over
-prompts, each prompt with both heads; the latter at batch 1 alone.
+in a step of its batch is `tokens_per_call_step`, and `predicted_with_slowest_rows` is predicted from that. `rho_tau_interval` and
+`speedup_over_full_interval` are 95 % bootstrap intervals over prompts, each prompt with both heads; the latter at batch 1 alone.
 
 `head_bytes` are the weights that a head reads for one draft token of each row. `share_outside` is the part of the target's own text that a
 trimmed head can never draft: no training brings that back. Where even the full head's mean acceptance length over the sets is below 2.3,

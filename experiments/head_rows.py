@@ -194,7 +194,9 @@ class Setting:
             "share_outside": outside,
             "tokens_per_call_step": tokens_per_call_step(ours),
             **self._rates(*(sum(tokens) / sum(seconds) for tokens, seconds in map(speed, (ours, full, plain)))),
-            **self._ratios(family, name, counts["mean_acceptance_length"] / full_length),
+            **self._ratios(
+                family, name, counts["mean_acceptance_length"] / full_length, tokens_per_call_step(ours) / tokens_per_call_step(full)
+            ),
             **self._intervals([ours], [full]),
         }
         return row | self._prediction_error(row)
@@ -235,12 +237,17 @@ class Setting:
             "share_outside": None if rows[0]["share_outside"] is None else mean("share_outside", rows),
             "tokens_per_call_step": mean("tokens_per_call_step", rows),
             **self._rates(ours, mean("tokens_per_s", full_rows), plain),
-            **self._ratios(family, name, length / mean("mean_acceptance_length", full_rows)),
+            **self._ratios(
+                family,
+                name,
+                length / mean("mean_acceptance_length", full_rows),
+                mean("tokens_per_call_step", rows) / mean("tokens_per_call_step", full_rows),
+            ),
         }
         return row | self._prediction_error(row)
 
-    def _ratios(self, family: str, name: str, rho_tau: float) -> dict[str, float]:
-        """The cost model's numbers, and what it says of the gain."""
+    def _ratios(self, family: str, name: str, rho_tau: float, call_ratio: float) -> dict[str, float]:
+        """The cost model's numbers, and what it says of the gain: from the rows' acceptance, and from that of whole batches."""
         num_drafted, measured = self.config.num_speculative_tokens, self.costs[family]
         head_us, rest_us = measured.head_us, measured.costs.without_heads_us(num_drafted)
         kappa, nu = num_drafted * head_us[FULL] / rest_us, head_us[name] / head_us[FULL]
@@ -251,6 +258,7 @@ class Setting:
             "head_us": head_us[name],
             "without_heads_us": rest_us,
             "predicted_speedup_over_full": throughput_ratio(acceptance_ratio=rho_tau, kappa=kappa, nu=nu),
+            "predicted_with_slowest_rows": throughput_ratio(acceptance_ratio=call_ratio, kappa=kappa, nu=nu),
         }
 
     def _training(self, family: str, name: str) -> dict[str, Any]:

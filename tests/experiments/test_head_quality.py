@@ -116,6 +116,8 @@ def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
             assert row["rho_tau_interval"][0] <= row["rho_tau"] <= row["rho_tau_interval"][1]
             assert row["speedup_over_full_interval"] is None  # one batch of two prompts a set
             assert 0 < row["tokens_per_call_step"] <= row["mean_acceptance_length"] + ROUNDING
+            waiting = row["tokens_per_call_step"] / full["tokens_per_call_step"] / row["rho_tau"]
+            assert row["predicted_with_slowest_rows"] == pytest.approx(waiting * row["predicted_speedup_over_full"])
             assert (row["share_outside"] is not None) == (row["head"] == "trimmed")
             # Random weights accept next to nothing.
             assert row["undertrained"] is True
