@@ -30,7 +30,7 @@ def main() -> None:
     on_hopper = mock.patch.object(library, "get_compute_capability", return_value=90)
     with on_hopper, mock.patch.object(jax, "default_backend", return_value="gpu"):
         found: dict[str, Any] = {op: _num_calls(shape, "triton", "cuda") for op, shape in first.items()}
-        with mock.patch.object(measured, "is_triton_fastest", return_value=True):
+        with mock.patch.object(measured, "fastest", return_value="triton"):
             found["auto"] = {platform: _num_calls(first["cached_attention"], "auto", platform) for platform in ("cuda", "cpu")}
     print(json.dumps(found))
 

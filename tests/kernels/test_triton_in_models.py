@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import GenerateConfig, KVCache, PromptLookup, SparseAttention, SparsityConfig, Transformer, speculative_generate
+from specjax import GenerateConfig, Kernels, KVCache, PromptLookup, SparseAttention, SparsityConfig, Transformer, speculative_generate
 from specjax.models.sparse_attention import prepare_cache
 from tests.helpers import FLOAT32_TOLERANCE, random_model, tiny_config
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
@@ -22,7 +22,7 @@ SPARSE = SparsityConfig(attention=SparseAttention(block_size=8, keep=0.0, dense_
 @functools.cache
 def models() -> tuple[dict[str, Transformer], Any]:
     model, params = random_model(tiny_config(head_dim=16))
-    return {name: dataclasses.replace(model, attention_implementation=name) for name in ("reference", "triton")}, params
+    return {name: dataclasses.replace(model, kernels=Kernels(attention=name)) for name in ("reference", "triton")}, params
 
 
 def hidden(implementation: str, sparsity: SparsityConfig | None) -> jax.Array:
