@@ -99,7 +99,8 @@ class SparsePass:
             query, kept = written_layer(self.cache, layer, heads, self.kernels)
             length = self.cache.length
             if anchor == layer:
-                options: dict[str, Any] = dict(layer=layer, counted=self.counted, implementation=self.kernels.attention)
+                options: dict[str, Any] = dict(layer=layer, counted=self.counted)
+                options |= dict(implementation=self.kernels.attention.partition("@")[0])  # a cut is attention's
                 selection = select_blocks(settings, query, kept.keys, kept.summaries, length, **options)
             else:
                 selection = earlier[anchor].selection
