@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from experiments.experiment import ExperimentError
 from experiments.timing import Loop, LoopTiming, time_loops
-from specjax.kernels.cases import arguments, tuning_of
+from specjax.kernels.cases import arguments, takes
 from specjax.kernels.cases import run as run_case
 from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, LinearShape, RotaryShape, Shape
 from specjax.kernels.triton_call import what_is_missing
@@ -44,6 +44,7 @@ class Config:
         shapes: "full", those of `specjax.kernels.shapes`, or "tiny".
         ops: Operations to measure; none is all.
         rows: Numbers of new rows to measure; none is all.
+        min_mib: Shapes that move less are left out.
         implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says) and
             "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS" (few-row products, as `LinearTuning` does). Each is measured where it fits.
         dtype: Of the arrays.
@@ -58,6 +59,7 @@ class Config:
     shapes: str = "full"
     ops: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
+    min_mib: float = 0.0
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     dtype: str = "bfloat16"
     l2_bytes: int = 60_000_000
@@ -78,16 +80,17 @@ class Config:
             raise ExperimentError(f"implementations must be reference, and may be triton, got {', '.join(self.implementations) or 'none'}")
         shapes = self.chosen_shapes
         if not shapes:
-            raise ExperimentError(f"no shape of {self.shapes!r} has these ops and rows: {self.ops}, {self.rows}")
+            raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and bytes: {self.ops}, {self.rows}, {self.min_mib} MiB")
         for name in self.implementations:
-            if not any(takes(shape, name) for shape in shapes):
+            if not any(takes(shape, self.dtype, name) for shape in shapes):
                 raise ExperimentError(f"no operation that is measured can be cut as {name!r} says")
 
     @property
     def chosen_shapes(self) -> tuple[Shape, ...]:
         """What is measured."""
-        shapes = (shape for shape in SIZES[self.shapes] if not self.ops or shape.op in self.ops)
-        return tuple(shape for shape in shapes if not self.rows or getattr(shape, "rows", None) in self.rows)
+        shapes = [shape for shape in SIZES[self.shapes] if not self.ops or shape.op in self.ops]
+        shapes = [shape for shape in shapes if not self.rows or getattr(shape, "rows", None) in self.rows]
+        return tuple(shape for shape in shapes if shape.moved_bytes(jnp.dtype(self.dtype).itemsize) >= self.min_mib * 2**20)
 
 
 def run(config: Config) -> Iterator[dict]:
@@ -128,19 +131,6 @@ def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:
         yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in timings if name != EMPTY}
 
 
-def takes(shape: Shape, implementation: str) -> bool:
-    """Whether the operation of a shape can be cut as the name of an implementation says; names that say nothing of it fit all."""
-    _, at, text = implementation.partition("@")
-    tuning = tuning_of(shape)
-    if not at or tuning is None:
-        return not at
-    try:
-        tuning.of_text(text)
-    except ValueError:
-        return False
-    return True
-
-
 def loops(shape: Shape, config: Config) -> dict[str, Loop]:
     """A loop for each implementation that the operation has, and one that only reads what the cache's size lacks."""
     dtype, copies = jnp.dtype(config.dtype), num_copies(shape, config)
@@ -160,7 +150,7 @@ def loops(shape: Shape, config: Config) -> dict[str, Loop]:
 
         return repeated
 
-    names = (None, *(name for name in config.implementations if takes(shape, name)))
+    names = (None, *(name for name in config.implementations if takes(shape, dtype, name)))
     return {name or EMPTY: Loop(step(name), params, state) for name in names}
 
 

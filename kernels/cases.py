@@ -19,6 +19,7 @@ from specjax.kernels.shapes import AttentionShape, LinearShape, LowRankShape, Ro
 from specjax.kernels.tuning import Tuning
 
 _EPSILON = 1e-6
+_MAX_SHARED_BYTES = 227 * 1024
 
 
 def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[Any, ...]:
@@ -92,6 +93,24 @@ def run(shape: Shape, arrays: tuple[Any, ...], implementation: str) -> Any:
     return block_sparse_attention(*arrays, block_size=shape.block_size, scale=scale, implementation=implementation)
 
 
-def tuning_of(shape: Shape) -> type[Tuning] | None:
-    """What may stand behind `"triton@"` for the operation of a shape; `None` is nothing."""
-    return {LinearShape: LinearTuning, AttentionShape: TuningConfig}.get(type(shape))
+def takes(shape: Shape, dtype: Any, implementation: str) -> bool:
+    """Whether the operation of a shape can be cut as the name of an implementation says; a name that says nothing of it fits all.
+
+    Args:
+        shape: The sizes.
+        dtype: Of all floating-point arrays.
+        implementation: A name.
+    """
+    _, at, text = implementation.partition("@")
+    kinds: dict[type, type[Tuning]] = {LinearShape: LinearTuning, AttentionShape: TuningConfig}
+    kind = kinds.get(type(shape))
+    if not at or kind is None:
+        return not at
+    try:
+        tuning = kind.of_text(text)
+    except ValueError:
+        return False
+    if isinstance(shape, LinearShape) and isinstance(tuning, LinearTuning):
+        sizes = dict(num_rows=shape.rows, itemsize=jnp.dtype(dtype).itemsize, gated=shape.gated)
+        return tuning.shared_bytes(**sizes) <= _MAX_SHARED_BYTES
+    return True

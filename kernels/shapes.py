@@ -214,7 +214,7 @@ def _decoder_layer(*, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn
 
 
 _LLAMA_8B_LAYER = _decoder_layer(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336)
-_PRODUCTS = (
+_PRODUCTS: tuple[dict[str, Any], ...] = (
     *_LLAMA_8B_LAYER,
     dict(inner=12288, columns=4096),  # fc of an EAGLE-3 drafter of that model
     dict(inner=8192, columns=6144),  # and its first queries, keys and values, normed in two halves before
@@ -222,7 +222,7 @@ _PRODUCTS = (
     *_decoder_layer(hidden=896, heads=14, kv_heads=2, head_dim=64, ffn=4864),  # Qwen2.5-0.5B
     *_decoder_layer(hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=None),  # Qwen3-30B-A3B
 )
-LINEAR_SHAPES = tuple(LinearShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in _PRODUCTS)
+LINEAR_SHAPES: tuple[LinearShape, ...] = tuple(LinearShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in _PRODUCTS)
 _QWEN_0_5B = dict(kv_heads=2, group=7, head_dim=64)
 ROTARY_SHAPES = tuple(RotaryShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in (_LLAMA_8B, _QWEN_0_5B))
 _TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)

@@ -59,6 +59,6 @@ class Kernels:
             chosen = {name: text for name, operation in _OPERATIONS.items() if text in operation.IMPLEMENTATIONS}
             require(bool(chosen), f"no operation has the implementation {text!r}")
             return cls(**chosen)
-        chosen = dict(word.partition("=")[::2] for word in text.split("+"))
+        chosen = {word.partition("=")[0]: word.partition("=")[2] for word in text.split("+")}
         require(set(chosen) <= set(_OPERATIONS), f"expected fields of {', '.join(_OPERATIONS)}, got {text!r}")
         return cls(**chosen)

@@ -46,6 +46,11 @@ class LinearTuning(Tuning):
     POWERS_OF_TWO: ClassVar[Mapping[str, tuple[int, int]]] = dict(block_d=(16, 1024), block_n=(16, 256), num_warps=(1, 16), parts=(1, 16))
     COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
 
+    def shared_bytes(self, *, num_rows: int, itemsize: int, gated: bool) -> int:
+        """An upper bound of a program's shared memory: its tiles in flight. A multiprocessor has 163 KiB (A100) or 227 KiB (H200) in all."""
+        tile = self.block_d * (self.block_n * (2 if gated else 1) + _padded(num_rows))
+        return self.num_stages * tile * itemsize
+
 
 def default_tuning(*, num_columns: int, itemsize: int, gated: bool) -> LinearTuning:
     """About four tiles of 8 KB in flight a program, and two programs for each of an H200's 132 multiprocessors where the columns suffice.
@@ -120,7 +125,7 @@ def few_row_linear_triton(
             INNER_UNIT=inner_unit,
             COLUMN_UNIT=column_unit,
             RAGGED=bool(inner % tuning.block_d or width % tuning.block_n),
-            BLOCK_M=max(16, power_of_two(num_rows)),
+            BLOCK_M=_padded(num_rows),
             BLOCK_D=tuning.block_d,
             BLOCK_N=tuning.block_n,
         ),
@@ -133,6 +138,11 @@ def few_row_linear_triton(
     if isinstance(x, Normed):
         factor = jax.lax.rsqrt(_added(squares) / inner + x.epsilon)
     return _finished(_added(out), factor, bias, residual, gated=gated).astype(x.dtype)
+
+
+def _padded(num_rows: int) -> int:
+    """Rows of the matrix product: the tensor cores take no fewer than 16."""
+    return max(16, power_of_two(num_rows))
 
 
 def _added(parts: jax.Array) -> jax.Array:

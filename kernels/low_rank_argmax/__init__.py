@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from specjax.kernels.low_rank_argmax.reference import low_rank_argmax_reference
@@ -35,5 +37,5 @@ def low_rank_argmax(hidden: jax.Array, down: jax.Array, up: jax.Array, *, implem
     if not 0 < hidden.shape[0] <= MAX_ROWS or (implementation == "auto" and why_not(hidden, up) is not None):
         return low_rank_argmax_reference(hidden, down, up)
     shape = LowRankShape(rows=hidden.shape[0], hidden=hidden.shape[1], rank=down.shape[0], vocab=up.shape[0])
-    functions = dict(triton=low_rank_argmax_triton, reference=low_rank_argmax_reference)
+    functions: dict[str, Any] = dict(triton=low_rank_argmax_triton, reference=low_rank_argmax_reference)
     return dispatch(implementation, shape, up.dtype, **functions, arrays=(hidden, down, up))

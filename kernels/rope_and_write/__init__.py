@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from specjax.kernels.measured import check_implementation, dispatch
@@ -43,5 +45,5 @@ def rope_and_write(
     if not 0 < batch * num_rows <= MAX_ROWS or (implementation == "auto" and why_not(heads, keys, values) is not None):
         return rope_and_write_reference(*arrays)
     shape = RotaryShape(rows=batch * num_rows, kv_heads=num_kv_heads, group=both - 2, head_dim=head_dim)
-    functions = dict(triton=rope_and_write_triton, reference=rope_and_write_reference)
+    functions: dict[str, Any] = dict(triton=rope_and_write_triton, reference=rope_and_write_reference)
     return dispatch(implementation, shape, keys.dtype, **functions, arrays=arrays)

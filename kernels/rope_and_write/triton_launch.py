@@ -41,7 +41,8 @@ def rope_and_write_triton(heads: Heads, keys: jax.Array, values: jax.Array, star
         raise ValueError(f"rope_and_write: {refused}")
     batch, num_rows, num_kv_heads, both, head_dim = heads.qkv.shape
     group, normed = both - 2, heads.query_scale is not None
-    scales = (heads.query_scale, heads.key_scale) if normed else (heads.cos, heads.cos)  # what is not read may be any array
+    unread = heads.cos  # stands where the kernel reads nothing
+    scales = tuple(unread if scale is None else scale for scale in (heads.query_scale, heads.key_scale))
     query = jax.ShapeDtypeStruct((batch, num_rows, num_kv_heads * group, head_dim), heads.qkv.dtype)
     arrays = heads.qkv, heads.cos, heads.sin, start, *scales, keys, values
     results = triton_call(
