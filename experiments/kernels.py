@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run kernels --record
 Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
-Time: about 6 minutes, not measured yet
+Time: about 15 minutes, not measured yet; `ops`, `rows` and `min_mib` choose less
 Result: not measured yet
 
 `us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop
@@ -46,7 +46,7 @@ class Config:
         rows: Numbers of new rows to measure; none is all.
         min_mib: Shapes that move less are left out.
         implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says) and
-            "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS" (few-row products, as `LinearTuning` does). Each is measured where it fits.
+            "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS:CORES" (few-row products, as `LinearTuning` does). Each is measured where it fits.
         dtype: Of the arrays.
         l2_bytes: The cache that inputs must exceed.
         bandwidth_bytes_per_s: What the floors divide by.

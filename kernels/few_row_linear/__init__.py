@@ -41,7 +41,7 @@ def few_row_linear(
         residual: The result's shape.
         gated: Static.
         implementation: `"auto"`, `"reference"` or `"triton"`, for up to 64 rows in all: more, such as a prefill's, are the reference's.
-            `"triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS"` also says how the work is cut.
+            `"triton@..."` also says how the work is cut; see `LinearTuning`.
 
     Returns:
         `[..., *weight.shape[1:]]`, `[..., N]` where gated, in the dtype of `x`.

@@ -40,11 +40,17 @@ def multiply_strip(
     INNER_UNIT: tl.constexpr,
     COLUMN_UNIT: tl.constexpr,
     RAGGED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # one without tensor cores
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N columns (of both halves, where gated) and one part of the inner sum, all rows."""
+    """BLOCK_N columns (of both halves, where gated) and one part of the inner sum, all rows.
+
+    For one row tensor cores would multiply fifteen more that are nothing, and norm them before. Without them each thread adds up what it
+    loads, in float32, and the threads' sums are added at the end.
+    """
     strip, part = tl.program_id(0), tl.program_id(1)
     inner, width = inner_units * INNER_UNIT, column_units * COLUMN_UNIT
     stride = 2 * width if GATED else width
@@ -53,29 +59,54 @@ def multiply_strip(
     tiles = tl.cdiv(inner, BLOCK_D)
     first, last = part * tiles // PARTS, (part + 1) * tiles // PARTS
 
-    x_offsets = rows[:, None] * inner + steps[None, :]
     w_offsets = steps[:, None] * stride + columns[None, :]
     strip_weight = weight + first.to(tl.int64) * BLOCK_D * stride  # a matrix may hold more than 2^31 numbers
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squared = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for tile in range(first, last):
-        begin = tile * BLOCK_D
-        is_inner = begin + steps < inner
-        in_rows = is_row[:, None] & is_inner[None, :] if RAGGED else is_row[:, None]
-        a = tl.load(x + begin + x_offsets, mask=in_rows, other=0.0)
-        inside = is_inner[:, None] & is_column[None, :]
+    if TENSOR_CORES:
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        squared = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        x_offsets = rows[:, None] * inner + steps[None, :]
+    else:
+        sums = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+        up_sums = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+        squared = tl.zeros([BLOCK_D], tl.float32)
+        ahead = first * BLOCK_D + steps
+        row_ahead = tl.load(x + ahead, mask=ahead < inner, other=0.0)
+        gain_ahead = tl.load(scale + ahead, mask=ahead < inner, other=0.0) if NORMED else row_ahead
+    for tile in tl.range(first, last, num_stages=STAGES):
+        inside_steps = tile * BLOCK_D + steps < inner
+        inside = inside_steps[:, None] & is_column[None, :]
         w = _load(strip_weight + w_offsets, inside, RAGGED)
-        if NORMED:  # the rows' own factor comes at the end: a program needs no pass over x before its first product
-            wide = a.to(tl.float32)
-            squared += wide * wide
-            gain = _load(scale + begin + steps, is_inner, RAGGED)
-            a = (wide * gain.to(tl.float32)[None, :]).to(a.dtype)
-        sums = tl.dot(a, w, sums, input_precision="ieee")
-        if GATED:
-            w_up = _load(strip_weight + width + w_offsets, inside, RAGGED)
-            up_sums = tl.dot(a, w_up, up_sums, input_precision="ieee")
+        if TENSOR_CORES:
+            in_rows = is_row[:, None] & inside_steps[None, :] if RAGGED else is_row[:, None]
+            a = tl.load(x + tile * BLOCK_D + x_offsets, mask=in_rows, other=0.0)
+            if NORMED:  # the rows' own factor comes at the end: a program needs no pass over x before its first product
+                wide = a.to(tl.float32)
+                squared += wide * wide
+                gain = _load(scale + tile * BLOCK_D + steps, inside_steps, RAGGED)
+                a = (wide * gain.to(tl.float32)[None, :]).to(a.dtype)
+            sums = tl.dot(a, w, sums, input_precision="ieee")
+            if GATED:
+                w_up = _load(strip_weight + width + w_offsets, inside, RAGGED)
+                up_sums = tl.dot(a, w_up, up_sums, input_precision="ieee")
+        else:
+            row, gain = row_ahead.to(tl.float32), gain_ahead.to(tl.float32)
+            # The next tile's numbers are two bytes a thread, too few for an asynchronous copy: they are asked for a tile ahead instead.
+            ahead = (tile + 1) * BLOCK_D + steps
+            row_ahead = tl.load(x + ahead, mask=ahead < inner, other=0.0)
+            gain_ahead = tl.load(scale + ahead, mask=ahead < inner, other=0.0) if NORMED else row_ahead
+            if NORMED:
+                squared += row * row
+                row *= gain
+            sums += row[:, None] * w.to(tl.float32)
+            if GATED:
+                w_up = _load(strip_weight + width + w_offsets, inside, RAGGED)
+                up_sums += row[:, None] * w_up.to(tl.float32)
         strip_weight += BLOCK_D * stride
+    if not TENSOR_CORES:
+        sums = tl.sum(sums, axis=0)[None, :]
+        up_sums = tl.sum(up_sums, axis=0)[None, :]
+        squared = squared[None, :]
 
     in_result = is_row[:, None] & is_column[None, :]
     if PARTS == 1:

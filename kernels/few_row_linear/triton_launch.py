@@ -1,8 +1,9 @@
 """A product with few rows in one launch: the weight passes by once, and norm, bias, gate and residual are done on the way.
 
 Reads `D N` weights (`D 2 N` where gated) and aims at the memory's bandwidth; x is read by every program, from the cache. bfloat16 and
-float32 (which multiplies exactly, outside the tensor cores); up to 64 rows, which are padded to 16, 32 or 64. With P parts of the inner
-sum `P M N` float32 are written besides, which XLA adds up in a fixed order together with what follows: results repeat bit for bit.
+float32 (which multiplies exactly, outside the tensor cores); one row as it is, or up to 64 rows, padded to 16, 32 or 64. With P parts of
+the inner sum `P M N` float32 are written besides, which XLA adds up in a fixed order together with what follows: results repeat bit for
+bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _UNIT = 16
 
 @dataclasses.dataclass(frozen=True)
 class LinearTuning(Tuning):
-    """How the work is cut; `triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS` in the name of an implementation.
+    """How the work is cut; `triton@BLOCK_D:BLOCK_N:NUM_WARPS:NUM_STAGES:PARTS:TENSOR_CORES` in the name of an implementation.
 
     Attributes:
         block_d: Rows of a tile of the weight.
@@ -35,6 +36,7 @@ class LinearTuning(Tuning):
         num_warps: Warps a program.
         num_stages: Tiles in flight, and the one that is being multiplied.
         parts: Programs that share the inner sum of a strip.
+        tensor_cores: 1, or 0 for a single row, which ordinary arithmetic multiplies as fast as memory delivers the weight.
     """
 
     block_d: int
@@ -42,27 +44,33 @@ class LinearTuning(Tuning):
     num_warps: int
     num_stages: int
     parts: int
+    tensor_cores: int
 
     POWERS_OF_TWO: ClassVar[Mapping[str, tuple[int, int]]] = dict(block_d=(16, 1024), block_n=(16, 256), num_warps=(1, 16), parts=(1, 16))
-    COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
+    COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8), tensor_cores=(0, 1))
 
     def shared_bytes(self, *, num_rows: int, itemsize: int, gated: bool) -> int:
-        """An upper bound of a program's shared memory: its tiles in flight. A multiprocessor has 163 KiB (A100) or 227 KiB (H200) in all."""
-        tile = self.block_d * (self.block_n * (2 if gated else 1) + _padded(num_rows))
+        """An upper bound of a program's shared memory, its tiles: of 163 KiB on a multiprocessor of an A100, 227 KiB of an H200."""
+        tile = self.block_d * (self.block_n * (2 if gated else 1) + self.padded(num_rows))
         return self.num_stages * tile * itemsize
 
+    def padded(self, num_rows: int) -> int:
+        """Rows that are multiplied: tensor cores take no fewer than 16."""
+        return max(16, power_of_two(num_rows)) if self.tensor_cores else 1
 
-def default_tuning(*, num_columns: int, itemsize: int, gated: bool) -> LinearTuning:
+
+def default_tuning(*, num_rows: int, num_columns: int, itemsize: int, gated: bool) -> LinearTuning:
     """About four tiles of 8 KB in flight a program, and two programs for each of an H200's 132 multiprocessors where the columns suffice.
 
     Args:
+        num_rows: M.
         num_columns: N.
         itemsize: Bytes of a weight.
         gated: Whether a program reads two strips.
     """
     block_n = 64 if num_columns >= 64 * 264 else 32
     block_d = 8192 // (block_n * itemsize * (2 if gated else 1))
-    return LinearTuning(block_d=block_d, block_n=block_n, num_warps=4, num_stages=5, parts=1)
+    return LinearTuning(block_d=block_d, block_n=block_n, num_warps=4, num_stages=5, parts=1, tensor_cores=int(num_rows > 1))
 
 
 def why_not(x: Normed | jax.Array, weight: jax.Array) -> str | None:
@@ -96,7 +104,9 @@ def few_row_linear_triton(
         raise ValueError(f"few_row_linear: {refused}")
     (num_rows, inner), width = x.shape, weight.shape[-1]
     if tuning is None:
-        tuning = default_tuning(num_columns=width, itemsize=weight.dtype.itemsize, gated=gated)
+        tuning = default_tuning(num_rows=num_rows, num_columns=width, itemsize=weight.dtype.itemsize, gated=gated)
+    if num_rows > 1 and not tuning.tensor_cores:
+        raise ValueError(f"few_row_linear: a tuning without tensor cores is for one row, got {num_rows} rows")
     rows = x.x if isinstance(x, Normed) else x
     inner_unit, column_unit = (_UNIT if size % _UNIT == 0 else 1 for size in (inner, width))
     normed, parts = isinstance(x, Normed), tuning.parts
@@ -125,7 +135,9 @@ def few_row_linear_triton(
             INNER_UNIT=inner_unit,
             COLUMN_UNIT=column_unit,
             RAGGED=bool(inner % tuning.block_d or width % tuning.block_n),
-            BLOCK_M=_padded(num_rows),
+            TENSOR_CORES=bool(tuning.tensor_cores),
+            STAGES=tuning.num_stages,
+            BLOCK_M=tuning.padded(num_rows),
             BLOCK_D=tuning.block_d,
             BLOCK_N=tuning.block_n,
         ),
@@ -138,11 +150,6 @@ def few_row_linear_triton(
     if isinstance(x, Normed):
         factor = jax.lax.rsqrt(_added(squares) / inner + x.epsilon)
     return _finished(_added(out), factor, bias, residual, gated=gated).astype(x.dtype)
-
-
-def _padded(num_rows: int) -> int:
-    """Rows of the matrix product: the tensor cores take no fewer than 16."""
-    return max(16, power_of_two(num_rows))
 
 
 def _added(parts: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
 @needs_triton
 def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
-    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2,triton@16:16:4:2:2"]
+    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2,triton@16:16:4:2:2:1"]
     with interpreted():
         rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax,few_row_linear"])))
         assert {"merge_parts", "multiply_strip"} <= set(launches)
@@ -89,7 +89,7 @@ def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeyp
         ("cached_attention", "triton@2:16:4:2"),
         ("low_rank_argmax", "reference"),
         ("few_row_linear", "reference"),
-        ("few_row_linear", "triton@16:16:4:2:2"),
+        ("few_row_linear", "triton@16:16:4:2:2:1"),
     ]
 
 

@@ -22,7 +22,7 @@ TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 1.5e-2}
 FULL = pytest.mark.full
 EPSILON = 1e-5
 # One part, and more parts of the inner sum than it has tiles.
-CUTS = ("triton@32:16:4:2:1", "triton@16:32:4:2:8")
+CUTS = ("triton@32:16:4:2:1:1", "triton@16:32:4:2:8:1")
 
 
 def draw(*size: int, dtype: Any = jnp.float32, seed: int = 0, mean: float = 0, spread: float = 1) -> jax.Array:
@@ -84,6 +84,27 @@ def test_the_kernel_equals_the_reference(rows: int, inner: int, columns: tuple[i
         for cut in ("triton", *CUTS):
             check(arrays, options, cut, dtype)
         assert launches == ["multiply_strip"] * 3
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("columns", "gated", "dtype"),
+    [
+        ((2, 37), True, jnp.bfloat16),
+        pytest.param((2, 37), True, jnp.float32, marks=FULL),
+        pytest.param((40,), False, jnp.float32, marks=FULL),
+        pytest.param((40,), False, jnp.bfloat16, marks=FULL),
+    ],
+)
+def test_one_row_without_tensor_cores_equals_the_reference(columns: tuple[int, ...], gated: bool, dtype: Any) -> None:
+    with interpreted():
+        nothing, *_, everything = cases(1, 50, columns, gated=gated, dtype=dtype)
+        for cut, (arrays, options) in itertools.product(("triton@32:16:4:2:1:0", "triton@16:32:4:2:8:0"), (nothing, everything)):
+            check(arrays, options, cut, dtype)
+        assert launches == ["multiply_strip"] * 4
+        check(*everything, "triton", dtype)
+        with pytest.raises(ValueError, match="without tensor cores is for one row, got 2 rows"):
+            few_row_linear(draw(2, 16), draw(16, 16), implementation="triton@16:16:4:2:1:0")
 
 
 @needs_triton
@@ -166,11 +187,11 @@ def test_the_cut_that_was_measured_is_the_one_that_runs(monkeypatch: pytest.Monk
     monkeypatch.setattr("specjax.kernels.few_row_linear.few_row_linear_triton", kernel)
     x, weight = draw(2, 16), draw(16, 16)
     for choice, implementation, expected in (
-        ("triton@64:32:4:3:1", "auto", LinearTuning(64, 32, 4, 3, 1)),
-        ("triton@64:32:4:3:1", "triton", LinearTuning(64, 32, 4, 3, 1)),
+        ("triton@64:32:4:3:1:1", "auto", LinearTuning(64, 32, 4, 3, 1, 1)),
+        ("triton@64:32:4:3:1:1", "triton", LinearTuning(64, 32, 4, 3, 1, 1)),
         ("reference", "triton", None),
         ("triton", "auto", None),
-        ("triton", "triton@16:16:4:3:2", LinearTuning(16, 16, 4, 3, 2)),
+        ("triton", "triton@16:16:4:3:2:1", LinearTuning(16, 16, 4, 3, 2, 1)),
     ):
         monkeypatch.setattr("specjax.kernels.measured.fastest", lambda shape, dtype, choice=choice: choice)
         jax.eval_shape(lambda implementation=implementation: few_row_linear(x, weight, implementation=implementation))
@@ -189,9 +210,12 @@ def test_the_cut_that_was_measured_is_the_one_that_runs(monkeypatch: pytest.Monk
         (dict(residual=draw(4)), r"a residual of shape \(2, 4\), got \(4,\)"),
         (dict(implementation="cutlass"), "implementation must be one of .*got 'cutlass'"),
         (dict(implementation="reference@1:2"), "got 'reference@1:2'"),
-        (dict(implementation="triton@1:2"), "expected triton@BLOCK_D:BLOCK_N:NUM_WARPS:NUM_STAGES:PARTS, got '1:2' behind the @"),
-        (dict(implementation="triton@64:48:4:3:1"), "LinearTuning.block_n must be a power of two from 16 to 256, got 48"),
-        (dict(implementation="triton@64:64:4:9:1"), "LinearTuning.num_stages must be an int from 1 to 8, got 9"),
+        (
+            dict(implementation="triton@1:2"),
+            "expected triton@BLOCK_D:BLOCK_N:.*:PARTS:TENSOR_CORES, got '1:2' behind the @",
+        ),
+        (dict(implementation="triton@64:48:4:3:1:1"), "LinearTuning.block_n must be a power of two from 16 to 256, got 48"),
+        (dict(implementation="triton@64:64:4:9:1:1"), "LinearTuning.num_stages must be an int from 1 to 8, got 9"),
     ],
 )
 def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
@@ -201,7 +225,7 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
 
 def test_a_program_has_tiles_of_eight_kilobytes() -> None:
     for columns, itemsize, gated in itertools.product((512, 4096, 14336, 28672), (2, 4), (False, True)):
-        tuning = default_tuning(num_columns=columns, itemsize=itemsize, gated=gated)
+        tuning = default_tuning(num_rows=1, num_columns=columns, itemsize=itemsize, gated=gated)
         assert tuning.block_d * tuning.block_n * itemsize * (2 if gated else 1) == 8192
         assert LinearTuning.of_text(tuning.text) == tuning
 
