@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run kernels --record
 Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
-Time: about 15 minutes, not measured yet; `ops`, `rows` and `min_mib` choose less
+Time: about 15 minutes, not measured yet; `ops`, `rows`, `min_mib` and `max_mib` choose less
 Result: not measured yet
 
 `us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop
@@ -16,6 +16,7 @@ nothing is computed once for all; for all but attention that is a small elementw
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,7 @@ class Config:
         ops: Operations to measure; none is all.
         rows: Numbers of new rows to measure; none is all.
         min_mib: Shapes that move less are left out.
+        max_mib: So are those that move as much or more; `None` is no limit.
         implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says) and
             "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS:CORES" (few-row products, as `LinearTuning` does). Each is measured where it fits.
         dtype: Of the arrays.
@@ -60,6 +62,7 @@ class Config:
     ops: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
     min_mib: float = 0.0
+    max_mib: float | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     dtype: str = "bfloat16"
     l2_bytes: int = 60_000_000
@@ -80,7 +83,7 @@ class Config:
             raise ExperimentError(f"implementations must be reference, and may be triton, got {', '.join(self.implementations) or 'none'}")
         shapes = self.chosen_shapes
         if not shapes:
-            raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and bytes: {self.ops}, {self.rows}, {self.min_mib} MiB")
+            raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and sizes: {self.ops}, {self.rows}")
         for name in self.implementations:
             if not any(takes(shape, self.dtype, name) for shape in shapes):
                 raise ExperimentError(f"no operation that is measured can be cut as {name!r} says")
@@ -90,7 +93,8 @@ class Config:
         """What is measured."""
         shapes = [shape for shape in SIZES[self.shapes] if not self.ops or shape.op in self.ops]
         shapes = [shape for shape in shapes if not self.rows or getattr(shape, "rows", None) in self.rows]
-        return tuple(shape for shape in shapes if shape.moved_bytes(jnp.dtype(self.dtype).itemsize) >= self.min_mib * 2**20)
+        most = math.inf if self.max_mib is None else self.max_mib
+        return tuple(shape for shape in shapes if self.min_mib <= shape.moved_bytes(jnp.dtype(self.dtype).itemsize) / 2**20 < most)
 
 
 def run(config: Config) -> Iterator[dict]:
