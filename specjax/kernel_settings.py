@@ -18,7 +18,8 @@ class Kernels:
 
     `"auto"` takes what was measured to be the fastest on this device at this shape, and the reference where nothing was measured.
     `"reference"` is XLA's. `"triton"` raises where it cannot run, and says what is missing; passes of more rows than a kernel is for, such
-    as a prefill, are the reference's all the same. `"triton@..."` also says how the work is cut; see each operation.
+    as a prefill, are the reference's all the same. `"triton@..."` also says how the work is cut; see each operation. With several devices
+    `"auto"` is the reference, and a forced kernel would gather what is sharded.
 
     Attributes:
         attention: `cached_attention`, `block_sparse_attention` and `block_selection` (which is never cut otherwise).

@@ -3,7 +3,7 @@
 Reads `D N` weights (`D 2 N` where gated) and aims at the memory's bandwidth; x is read by every program, from the cache. bfloat16 and
 float32 (which multiplies exactly, outside the tensor cores); one row as it is, or up to 64 rows, padded to 16, 32 or 64. With P parts of
 the inner sum `P M N` float32 are written besides, which XLA adds up in a fixed order together with what follows: results repeat bit for
-bit.
+bit. Arrays sharded over a mesh are gathered whole, as of every kernel: `"reference"` is for those.
 """
 
 from __future__ import annotations
