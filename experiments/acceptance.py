@@ -45,7 +45,7 @@ class Config:
         seed: For sampling.
         batch: Prompts decoded together.
         dtype: Compute dtype.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         chat_template: Prompts are user messages in the tokenizer's own chat template; `false` takes them as bare text.
         ignore_eos: Every prompt runs to its limit.
         repeats: Timed runs a batch; the median counts.

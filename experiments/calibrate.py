@@ -61,7 +61,7 @@ class Config:
         ratio: What the experts' thresholds bound, `share` or `pair`.
         refresh_every: Of all settings; 0 is never.
         dtype: Compute dtype, and that of random weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         seed: Of random weights and ids.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """

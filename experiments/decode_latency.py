@@ -48,7 +48,7 @@ class Config:
         rows: `decode`: new positions a pass.
         num_speculative_tokens: `speculative_step`: G.
         dtype: Compute dtype, and that of random weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         bandwidth_bytes_per_s: What the floor divides by.
         copy_mib: Size of the array that the copy benchmark moves.
         short_steps: Steps of the short loop.

@@ -13,7 +13,7 @@ from experiments.draft_heads import CUT_FROM_FULL, FULL, OF_SCREENED, GivenToken
 from experiments.experiment import ExperimentError
 from experiments.models import load_model
 from experiments.presets import PRESETS, random_params
-from specjax import ModelConfig, RopeConfig, Transformer
+from specjax import Kernels, ModelConfig, RopeConfig, Transformer
 from specjax.drafting.draft_model_network import DraftModelConfig, DraftModelNetwork
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.eagle3 import Eagle3
@@ -69,9 +69,8 @@ def random_candidates(preset: str, heads: Sequence[str], *, dtype: str, implemen
         ExperimentError: No shape is known for that target, or a head that is not known or does not fit.
     """
     number = jnp.dtype(dtype)
-    network = Eagle3(
-        eagle3_config(preset, GivenToken(vocab_size=1)), dtype=number, param_dtype=number, attention_implementation=implementation
-    )
+    options: dict[str, Any] = dict(dtype=number, param_dtype=number, kernels=Kernels.of(implementation))
+    network = Eagle3(eagle3_config(preset, GivenToken(vocab_size=1)), **options)
     made: dict = {}
     chosen = {name: named_head(name, **sizes_of(network)) for name in dict.fromkeys((FULL, *heads))}
     if any(head.shared for head in chosen.values()):
@@ -245,7 +244,7 @@ def _as_it_is(model: Transformer) -> DraftModelNetwork:
         DraftModelConfig(decoder=model.config, head=FullHead(shared=True)),
         dtype=model.dtype,
         param_dtype=model.param_dtype,
-        attention_implementation=model.attention_implementation,
+        kernels=model.kernels,
     )
 
 

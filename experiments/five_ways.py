@@ -78,7 +78,7 @@ class Config(SparseWords):
         mean_acceptance_length: SYNTHETIC, of a preset.
         batch: Prompts decoded together.
         dtype: Compute dtype, and that of random weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         chat_template: Prompts of chat tasks are user messages in the tokenizer's template; `false` takes them as bare text.
         repeats: Timed runs a batch; the median counts.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.

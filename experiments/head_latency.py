@@ -51,7 +51,7 @@ class Config:
         num_speculative_tokens: G.
         context: Tokens that the drafter has seen when the loop ends.
         dtype: Of weights and compute.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         bandwidth_bytes_per_s: What the floors divide by.
         short_steps: Steps of the short loop.
         long_steps: Steps of the long loop.

@@ -62,7 +62,7 @@ class Config:
         context: Tokens in the cache where kappa and nu are measured.
         seed: For sampling.
         dtype: Compute dtype.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         chat_template: Prompts are user messages in the tokenizer's own chat template; `false` takes them as bare text.
         repeats: Timed runs a batch; the median counts.
         short_steps: Steps of the short timing loops.

@@ -2,13 +2,13 @@
 
 Command: python -m experiments.run kernels --record
 Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
-Time: about 6 minutes, not measured yet
+Time: about 15 minutes, not measured yet; `ops`, `rows`, `min_mib` and `max_mib` choose less
 Result: not measured yet
 
 `us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop
 without the operation, over the copies. Together the copies are four times the L2 cache, or what is lacking is read besides, in both loops:
 every copy comes from memory, as a layer's cache does in a model. A call's result is the next one's query, or is added to it, so that
-nothing is computed once for all; for `block_selection` and `low_rank_argmax` that is a small elementwise operation, and in `us`.
+nothing is computed once for all; for all but attention that is a small elementwise operation, and in `us`.
 
 `floor_us` is the time that the bytes which must move (keys and values of the slots that are read, summaries, factors) take.
 """
@@ -16,6 +16,7 @@ nothing is computed once for all; for `block_selection` and `low_rank_argmax` th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,10 +25,9 @@ import jax.numpy as jnp
 
 from experiments.experiment import ExperimentError
 from experiments.timing import Loop, LoopTiming, time_loops
-from specjax.kernels.cases import arguments
+from specjax.kernels.cases import arguments, takes
 from specjax.kernels.cases import run as run_case
-from specjax.kernels.few_row_attention import TuningConfig
-from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, Shape
+from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, LinearShape, RotaryShape, Shape
 from specjax.kernels.triton_call import what_is_missing
 
 SIZES = {"full": SHAPES, "tiny": TINY_SHAPES}
@@ -44,7 +44,11 @@ class Config:
     Attributes:
         shapes: "full", those of `specjax.kernels.shapes`, or "tiny".
         ops: Operations to measure; none is all.
-        implementations: "reference", and of "triton" and "triton@PARTS:SLOTS:WARPS:STAGES", few-row attention cut as `TuningConfig` says.
+        rows: Numbers of new rows to measure; none is all.
+        min_mib: Shapes that move less are left out.
+        max_mib: So are those that move as much or more; `None` is no limit.
+        implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says) and
+            "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS:CORES" (few-row products, as `LinearTuning` does). Each is measured where it fits.
         dtype: Of the arrays.
         l2_bytes: The cache that inputs must exceed.
         bandwidth_bytes_per_s: What the floors divide by.
@@ -56,6 +60,9 @@ class Config:
 
     shapes: str = "full"
     ops: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
+    min_mib: float = 0.0
+    max_mib: float | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     dtype: str = "bfloat16"
     l2_bytes: int = 60_000_000
@@ -74,8 +81,20 @@ class Config:
         bare = {name.partition("@")[0] for name in self.implementations}
         if "reference" not in self.implementations or bare - set(IMPLEMENTATIONS):
             raise ExperimentError(f"implementations must be reference, and may be triton, got {', '.join(self.implementations) or 'none'}")
+        shapes = self.chosen_shapes
+        if not shapes:
+            raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and sizes: {self.ops}, {self.rows}")
         for name in self.implementations:
-            tuning_of(name)
+            if not any(takes(shape, self.dtype, name) for shape in shapes):
+                raise ExperimentError(f"no operation that is measured can be cut as {name!r} says")
+
+    @property
+    def chosen_shapes(self) -> tuple[Shape, ...]:
+        """What is measured."""
+        shapes = [shape for shape in SIZES[self.shapes] if not self.ops or shape.op in self.ops]
+        shapes = [shape for shape in shapes if not self.rows or getattr(shape, "rows", None) in self.rows]
+        most = math.inf if self.max_mib is None else self.max_mib
+        return tuple(shape for shape in shapes if self.min_mib <= shape.moved_bytes(jnp.dtype(self.dtype).itemsize) / 2**20 < most)
 
 
 def run(config: Config) -> Iterator[dict]:
@@ -105,16 +124,15 @@ def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:
     missing = what_is_missing() if set(config.implementations) != {"reference"} else None
     if missing is not None:
         raise ExperimentError(f"{missing}; implementations=reference measures XLA alone")
-    for shape in SIZES[config.shapes]:
-        if not config.ops or shape.op in config.ops:
-            timings = time_loops(
-                loops(shape, config),
-                short=config.short_steps,
-                long=config.long_steps,
-                repeats=config.repeats,
-                compile_threads=config.compile_threads,
-            )
-            yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in timings if name != EMPTY}
+    for shape in config.chosen_shapes:
+        timings = time_loops(
+            loops(shape, config),
+            short=config.short_steps,
+            long=config.long_steps,
+            repeats=config.repeats,
+            compile_threads=config.compile_threads,
+        )
+        yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in timings if name != EMPTY}
 
 
 def loops(shape: Shape, config: Config) -> dict[str, Loop]:
@@ -130,39 +148,28 @@ def loops(shape: Shape, config: Config) -> dict[str, Loop]:
         def repeated(params: Any, state: Any) -> Any:
             query, mark = state
             if implementation is not None:
-                bare, tuning = implementation.partition("@")[0], tuning_of(implementation)
                 for rest in params["rest"]:
-                    query = _next_query(shape, query, run_case(shape, (query, *rest), bare, tuning=tuning))
+                    query = _next_state(shape, query, run_case(shape, (query, *rest), implementation))
             return query, (params["lacking"] ^ mark).max()  # the mark changes: the sum is not a constant of the loop
 
         return repeated
 
-    can_be_tuned = isinstance(shape, AttentionShape)
-    names = (None, *(name for name in config.implementations if can_be_tuned or "@" not in name))
+    names = (None, *(name for name in config.implementations if takes(shape, dtype, name)))
     return {name or EMPTY: Loop(step(name), params, state) for name in names}
 
 
-def tuning_of(implementation: str) -> TuningConfig | None:
-    """What stands behind the `@` of an implementation's name.
-
-    Raises:
-        ExperimentError: Not four numbers that a `TuningConfig` takes.
-    """
-    _, at, text = implementation.partition("@")
-    if not at:
-        return None
-    try:
-        parts, block_slots, num_warps, num_stages = map(int, text.split(":"))
-        return TuningConfig(parts=parts, block_slots=block_slots, num_warps=num_warps, num_stages=num_stages)
-    except ValueError as error:
-        raise ExperimentError(f"expected triton@PARTS:SLOTS:WARPS:STAGES, got {implementation!r}: {error}") from None
-
-
-def _next_query(shape: Shape, query: jax.Array, result: Any) -> jax.Array:
+def _next_state(shape: Shape, state: Any, result: Any) -> Any:
     if isinstance(shape, AttentionShape):
         return result
-    # A factor of a millionth: the queries stay what they were.
-    return query + (jax.tree.leaves(result)[0].astype(jnp.float32).mean() * 1e-6).astype(query.dtype)
+    # A factor of a millionth: the numbers stay what they were.
+    if isinstance(shape, RotaryShape):
+        (qkv, *_), (query, keys, values) = state, result
+        return qkv.at[:, :, :, :-2].add(query.reshape(qkv[:, :, :, :-2].shape) * 1e-6), keys, values
+    if isinstance(shape, LinearShape):
+        # All of the result must be there, and one elementwise operation hands it on.
+        result = jax.lax.optimization_barrier(result)[:, : shape.inner]
+        return state + jnp.pad(result, ((0, 0), (0, shape.inner - result.shape[1]))) * 1e-6
+    return state + (jax.tree.leaves(result)[0].astype(jnp.float32).mean() * 1e-6).astype(state.dtype)
 
 
 def num_copies(shape: Shape, config: Config) -> int:
@@ -178,7 +185,7 @@ def marginal_us(timings: dict[str, LoopTiming], name: str, copies: int) -> float
 def show(row: dict) -> str:
     """A row's main figures on one line."""
     sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items() if size is not None)
-    line = f"{row['op']:22} {row['implementation']:18} {row['us']:8.1f} us, {row['ratio_to_floor']:5.2f} x its floor"
+    line = f"{row['op']:22} {row['implementation']:24} {row['us']:8.1f} us, {row['ratio_to_floor']:5.2f} x its floor"
     lost = "" if row["us"] > 0 else "  (lost in noise: use longer loops)"
     return f"{line}, reference {row['reference_us']:8.1f} us  {sizes}{lost}"
 

@@ -33,7 +33,7 @@ class Config:
         new_tokens: Tokens generated after it.
         prefill_chunk_size: Prompt tokens a prefill pass.
         dtype: Compute dtype, and that of random weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         limit_bytes: The machine that it should fit.
         repeats: Timed calls, after one that compiles.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from experiments.experiment import ExperimentError
 from experiments.presets import PRESETS, random_params
-from specjax import DraftModel, PromptLookup, Transformer
+from specjax import DraftModel, Kernels, PromptLookup, Transformer
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.pretrained_drafters import pretrained_drafters
 from specjax.checkpoints.store import Checkpoint, load_checkpoint
@@ -68,7 +68,7 @@ def load_drafter(name: str, target: Model, *, dtype: str, implementation: str = 
         name: "prompt_lookup", or what `load_model` takes: a draft model, or an EAGLE-3, Medusa or Hydra drafter, ours or as published.
         target: Its target.
         dtype: Compute dtype, and that of the weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         cache_dir: Where conversions are kept; `None` is `default_cache_dir()`.
 
     Raises:
@@ -100,7 +100,7 @@ def load_model(
     Args:
         name: A preset's name, that of a drafter that comes with specjax, or a path: our checkpoint, a Hugging Face folder or a GGUF file.
         dtype: Compute dtype, and that of the weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         cache_dir: Where conversions are kept; `None` is `default_cache_dir()`.
         rng: For a preset's weights.
         target: The checkpoint of the target that a published drafter is for, which settles what its files may leave open.
@@ -110,7 +110,7 @@ def load_model(
     """
     if name in PRESETS:
         number = jnp.dtype(dtype)
-        model = Transformer(PRESETS[name](), dtype=number, param_dtype=number, attention_implementation=implementation)
+        model = Transformer(PRESETS[name](), dtype=number, param_dtype=number, kernels=Kernels.of(implementation))
         return Model(name, model, random_params(model, jax.random.key(0) if rng is None else rng), "random")
     path = Path(name).expanduser()
     if not path.exists():
@@ -119,8 +119,8 @@ def load_model(
         raise ExperimentError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a path that exists")
     path = converted(path, dtype=dtype, cache_dir=cache_dir, target=target)
     checkpoint = load_checkpoint(path, dtype=jnp.dtype(dtype))
-    attends = hasattr(checkpoint.model, "attention_implementation")  # Medusa's and Hydra's heads do not
-    model = checkpoint.model.clone(attention_implementation=implementation) if attends else checkpoint.model
+    has_kernels = hasattr(checkpoint.model, "kernels")  # Medusa's and Hydra's heads have none
+    model = checkpoint.model.clone(kernels=Kernels.of(implementation)) if has_kernels else checkpoint.model
     name = Path(checkpoint.metadata.get("source") or path.name).name.removesuffix(".gguf")
     return Model(name, model, checkpoint.params, stored_as(checkpoint.metadata, dtype), checkpoint, path)
 

@@ -23,7 +23,7 @@ class MoETraining:
     """How a model is trained. Static.
 
     Attributes:
-        model: With experts, whose `expert_implementation` has a gradient ("dense").
+        model: With experts, whose `kernels.experts` has a gradient ("dense").
         optimizer: AdamW.
         balance_weight: What the load-balancing loss counts beside the predictions'.
         micro_batch: Rows whose activations are held at a time; divides the batch.

@@ -59,7 +59,7 @@ class Config:
         num_speculative_tokens: G.
         repeats: How often each prompt is decoded each way.
         dtype: Compute dtype. In float32 the words are the same; in bfloat16 near-ties may differ.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         cache_dir: Where the model is kept; `none` is the user's cache folder.
     """
 

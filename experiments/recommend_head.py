@@ -64,7 +64,7 @@ class Config:
         context: Tokens in the cache.
         top: Choices to show.
         dtype: Of compute, and of random weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         short_steps: Steps of the short loops.
         long_steps: Steps of the long loops.
         repeats: Pairs of loops.

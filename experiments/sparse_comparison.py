@@ -44,7 +44,7 @@ class Pair:
         repeats: Timed runs a batch.
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
-        implementation: Attention implementation, for the rows.
+        implementation: Of the kernels, for the rows.
         made: The target's weights in another layout, once they are needed.
     """
 

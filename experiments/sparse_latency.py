@@ -56,7 +56,7 @@ class Config(SparseWords):
         dense_acceptances: Assumed chances of a token to be accepted by that pass.
         mean_acceptance_length: Tokens that a step commits, assumed; at most `rows`.
         dtype: Compute dtype, and that of random weights.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         bandwidth_bytes_per_s: What the floor divides by.
         short_steps: Steps of the short loops.
         long_steps: Steps of the long loops.

@@ -50,7 +50,7 @@ class Config(SparseWords):
         num_speculative_tokens: G.
         batch: Prompts decoded together.
         dtype: Compute dtype.
-        implementation: Attention implementation.
+        implementation: Of the kernels; see `Kernels.of`.
         chat_template: Prompts of chat tasks are user messages in the tokenizer's template; `false` takes them as bare text.
         repeats: Timed runs a batch; the median counts.
         resamples: Of the bootstrap.

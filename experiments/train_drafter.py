@@ -35,7 +35,7 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, converted, stored_as
 from experiments.prompts import encode, load_prompts
 from experiments.train_figures import Draw, training_figures
-from specjax import GenerateConfig
+from specjax import GenerateConfig, Kernels
 from specjax.capacity import bucket
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint
@@ -83,7 +83,7 @@ class Config:
         chat_template: Prompts are user messages in the tokenizer's own chat template.
         seed: Of parameters and data.
         dtype: Compute dtype.
-        implementation: Attention implementation of the decoding.
+        implementation: Of the decoding's kernels; see `Kernels.of`.
         checkpoint_every: Steps between checkpoints of the run, from which the same command goes on; `none` makes none.
         compile_threads: Programs to compile at a time.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
@@ -176,7 +176,7 @@ def run(config: Config) -> Iterator[dict]:
         raise ExperimentError(str(error)) from error
     print(prepared.describe_data(), file=sys.stderr)
     checkpoint = prepared.target
-    model = checkpoint.model.clone(attention_implementation=config.implementation)
+    model = checkpoint.model.clone(kernels=Kernels.of(config.implementation))
     target = Model(prepared.target_name, model, checkpoint.params, stored_as(checkpoint.metadata, config.dtype), checkpoint, path)
     rows: queue.Queue[dict | None] = queue.Queue()
     evaluator, means, stop = Evaluator(config, target, prepared), {}, threading.Event()

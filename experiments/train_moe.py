@@ -28,7 +28,7 @@ import numpy as np
 
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.moe_training import MoETraining, TextLoss, evaluate_texts, moe_step, together
-from specjax import ModelConfig, MoEConfig, Transformer
+from specjax import Kernels, ModelConfig, MoEConfig, Transformer
 from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, save_checkpoint
 from specjax.training.data import DataConfig, TokenBatch, TokenBatches
 from specjax.training.optimizer import OptimizerConfig
@@ -154,7 +154,7 @@ def training_of(config: Config, checkpoint: Checkpoint) -> MoETraining:
         moe=MoEConfig(num_experts=config.num_experts, num_experts_per_token=config.experts_per_token, intermediate_size=config.expert_size),
     )
     # "dense": the implementation that has a gradient, and reads every expert, as a batch of thousands of tokens does anyway.
-    model = Transformer(shape, dtype=jnp.dtype(config.dtype), param_dtype=jnp.float32, expert_implementation="dense")
+    model = Transformer(shape, dtype=jnp.dtype(config.dtype), param_dtype=jnp.float32, kernels=Kernels(experts="dense"))
     optimizer = OptimizerConfig(
         learning_rate=config.learning_rate,
         warmup_steps=config.warmup_steps,
@@ -237,7 +237,7 @@ def _row(config: Config, model: Transformer, step: int, found: TextLoss, seconds
     return {
         "model": f"{config.num_layers} layers, {config.experts_per_token} of {config.num_experts} experts",
         "weights": "trained",
-        "implementation": model.expert_implementation,
+        "implementation": model.kernels.experts,
         "synthetic": False,
         "dtype": config.dtype,
         "num_params": sum(leaf.size for leaf in jax.tree.leaves(shape)),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.few_row_attention import TuningConfig
+from specjax.kernels.measured import check_implementation
+
 
 def check_attention(
     operation: str, query: jax.Array, keys: jax.Array, values: jax.Array, *, implementation: str, implementations: tuple[str, ...]
@@ -20,10 +23,9 @@ def check_attention(
         implementations: What there is.
 
     Raises:
-        ValueError: Shapes that disagree, or an unknown implementation.
+        ValueError: Shapes that disagree, an unknown implementation, or a tuning that cannot be.
     """
-    if implementation not in implementations:
-        raise ValueError(f"{operation}: implementation must be one of {implementations}, got {implementation!r}")
+    check_implementation(operation, implementation, implementations, tuning=TuningConfig)
     if query.ndim != 4 or keys.ndim != 4 or keys.shape != values.shape:
         raise ValueError(
             f"{operation}: expected query [B,T,N,H] and keys, values [B,K,S,H], got {query.shape}, {keys.shape}, {values.shape}"

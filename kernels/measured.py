@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.shapes import AttentionShape, LowRankShape, SelectionShape, Shape, bucket
+from specjax.kernels.shapes import AttentionShape, LinearShape, LowRankShape, RotaryShape, SelectionShape, Shape, bucket
 from specjax.kernels.triton_call import what_is_missing
+from specjax.kernels.tuning import Tuning
 
 PATH = Path(__file__).parent / "measured.json"
 _SHAPES = {
@@ -25,6 +26,8 @@ _SHAPES = {
     "block_sparse_attention": AttentionShape,
     "block_selection": SelectionShape,
     "low_rank_argmax": LowRankShape,
+    "few_row_linear": LinearShape,
+    "rope_and_write": RotaryShape,
 }
 _KEYS = {"device", "op", "dtype", "shape", "implementation", "us", "reference_us"}
 Table = Mapping[tuple[Any, ...], str]
@@ -34,8 +37,8 @@ def read_table(path: Path = PATH) -> Table:
     """The fastest implementation by device, operation, dtype and rounded shape.
 
     Args:
-        path: A JSON list of rows `{device, op, dtype, shape, implementation, us, reference_us}`; `implementation` is the fastest, `us` its
-            time in microseconds beside the reference's.
+        path: A JSON list of rows `{device, op, dtype, shape, implementation, us, reference_us}`; `implementation` is the fastest, with how
+            it cuts its work behind an `@` if that was measured too, `us` its time in microseconds beside the reference's.
 
     Raises:
         ValueError: A row with other keys, an unknown operation or sizes that it does not have.
@@ -52,7 +55,7 @@ def _read(path: Path, changed_ns: int) -> Table:
             raise ValueError(f"{path.name}: a row must have the keys {sorted(_KEYS)}, got {row!r}")
         if row["op"] not in _SHAPES:
             raise ValueError(f"{path.name}: op must be one of {sorted(_SHAPES)}, got {row['op']!r}")
-        if row["implementation"] not in ("reference", "triton"):
+        if row["implementation"].partition("@")[0] not in ("reference", "triton"):
             raise ValueError(f"{path.name}: implementation must be 'reference' or 'triton', got {row['implementation']!r}")
         try:
             shape = _SHAPES[row["op"]](**row["shape"])
@@ -62,49 +65,86 @@ def _read(path: Path, changed_ns: int) -> Table:
     return table
 
 
-def is_triton_fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -> bool:
-    """Whether the table prefers the Triton kernel here, and it can run; never raises for want of a device or a package.
+def fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -> str:
+    """What the table prefers here, `"reference"` if that cannot run or is not known; never raises for want of a device or a package.
 
-    With several devices it says no: arrays may be sharded, and of a kernel's arguments XLA would gather all of every one on every device.
+    With several devices it is the reference: arrays may be sharded, and of a kernel's arguments XLA would gather all of every one on every
+    device.
 
     Args:
         shape: Of the call.
         dtype: Of what is read.
         table: `None` reads the one that comes along.
+
+    Returns:
+        `"reference"`, `"triton"`, or `"triton@..."`.
     """
     table = read_table() if table is None else table
     if not table:  # and so nothing asks JAX for its devices before it must
-        return False
+        return "reference"
     devices = jax.devices()
     if len(devices) > 1:
-        return False
-    key = (devices[0].device_kind, shape.op, jnp.dtype(dtype).name, bucket(shape))
-    return table.get(key) == "triton" and what_is_missing() is None
+        return "reference"
+    choice = table.get((devices[0].device_kind, shape.op, jnp.dtype(dtype).name, bucket(shape)), "reference")
+    return choice if choice == "reference" or what_is_missing() is None else "reference"
+
+
+def check_implementation(op: str, implementation: str, implementations: tuple[str, ...], *, tuning: type[Tuning] | None = None) -> None:
+    """Refuses what is no implementation of an operation.
+
+    Args:
+        op: Its name.
+        implementation: What was asked for.
+        implementations: What there is.
+        tuning: What may stand behind `"triton@"`; `None` is nothing.
+
+    Raises:
+        ValueError: Unknown, or a tuning that cannot be.
+    """
+    name, at, text = implementation.partition("@")
+    if name not in implementations or (at and (name != "triton" or tuning is None)):
+        raise ValueError(f"{op}: implementation must be one of {implementations}, got {implementation!r}")
+    if at and tuning is not None:
+        tuning.of_text(text)
 
 
 def dispatch(
-    implementation: str, shape: Shape, dtype: Any, *, triton: Callable[..., Any], reference: Callable[..., Any], arrays: tuple[Any, ...]
+    implementation: str,
+    shape: Shape,
+    dtype: Any,
+    *,
+    triton: Callable[..., Any],
+    reference: Callable[..., Any],
+    arrays: tuple[Any, ...],
+    tuned: Callable[[str], Callable[..., Any]] | None = None,
 ) -> Any:
     """Runs one of two functions of the same arrays.
 
     The Triton kernel of `"auto"` has the reference's derivative, and on other platforms than CUDA the reference runs in its place.
 
     Args:
-        implementation: `"auto"`, `"reference"` or `"triton"`.
+        implementation: `"auto"`, `"reference"`, `"triton"`, or with `tuned` `"triton@..."`. Where the table says how to cut the work,
+            `"triton"` does so too.
         shape: What the table knows the call by.
         dtype: Of what is read.
         triton: The kernel.
         reference: The reference.
         arrays: Their positional arguments: pytrees of arrays.
+        tuned: From what stands behind the `@` to the kernel that cuts its work so.
 
     Returns:
         What the function returns.
     """
-    if implementation == "triton":
-        return with_derivative_of(reference, triton)(*arrays)
-    if implementation == "auto" and is_triton_fastest(shape, dtype):
-        return lax.platform_dependent(*arrays, cuda=with_derivative_of(reference, triton), default=reference)
-    return reference(*arrays)
+    if implementation == "reference":
+        return reference(*arrays)
+    choice = implementation if "@" in implementation else fastest(shape, dtype)
+    text = choice.partition("@")[2]
+    fast = with_derivative_of(reference, tuned(text) if text and tuned is not None else triton)
+    if implementation != "auto":
+        return fast(*arrays)
+    if choice == "reference":
+        return reference(*arrays)
+    return lax.platform_dependent(*arrays, cuda=fast, default=reference)
 
 
 def with_derivative_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:

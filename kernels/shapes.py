@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,84 @@ class LowRankShape:
         return itemsize * (self.rank * (self.hidden + self.vocab) + self.rows * self.hidden)
 
 
-Shape = AttentionShape | SelectionShape | LowRankShape
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """`few_row_linear`.
+
+    Attributes:
+        rows: M.
+        inner: D.
+        columns: N, of each half where gated.
+        gated: Two halves are multiplied, and one comes out.
+        normed: The rows are normed on the way.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    gated: bool = False
+    normed: bool = False
+    op: ClassVar[str] = "few_row_linear"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the weight, rows and results."""
+        width = self.columns * (2 if self.gated else 1)
+        return itemsize * (self.inner * width + self.rows * (self.inner + self.columns))
+
+    @property
+    def bucket(self) -> tuple[tuple[str, int], ...]:
+        """See `bucket`; with half steps between the powers of two."""
+        sizes = dict(rows=_rows_class(self.rows), inner=_half_step(self.inner), columns=_half_step(self.columns))
+        return tuple(sorted((sizes | dict(gated=int(self.gated), normed=int(self.normed))).items()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryShape:
+    """`rope_and_write`.
+
+    Attributes:
+        rows: B T.
+        kv_heads: K.
+        group: N / K.
+        head_dim: H.
+    """
+
+    rows: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    op: ClassVar[str] = "rope_and_write"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: queries, keys and values, read and written, and the angles."""
+        return self.rows * self.head_dim * (2 * itemsize * self.kv_heads * (self.group + 2) + 4)
+
+    @property
+    def bucket(self) -> tuple[tuple[str, int], ...]:
+        """See `bucket`: any number of heads costs about the same."""
+        return ("head_dim", 1 << (self.head_dim - 1).bit_length()), ("rows", _rows_class(self.rows))
+
+
+Shape = AttentionShape | SelectionShape | LowRankShape | LinearShape | RotaryShape
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
     """The key of a shape in the table: every size rounded up to a power of two, so that a measurement stands for its neighbours."""
+    if isinstance(shape, LinearShape | RotaryShape):
+        return shape.bucket
     sizes = dataclasses.asdict(shape)
     return tuple((name, None if size is None else 1 << (size - 1).bit_length()) for name, size in sorted(sizes.items()))
+
+
+def _rows_class(rows: int) -> int:
+    """One row apart, since XLA has other ways for it; 2 to 8, 9 to 16, and what is padded further."""
+    return next((most for most in (1, 8, 16) if rows <= most), 64)
+
+
+def _half_step(size: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no smaller."""
+    above = 1 << (size - 1).bit_length()
+    return above * 3 // 4 if above >= 4 and size <= above * 3 // 4 else above
 
 
 _LLAMA_8B = dict(kv_heads=8, group=4, head_dim=128)
@@ -132,6 +203,28 @@ LOW_RANK_SHAPES = (
     *(LowRankShape(rows=rows, hidden=4096, rank=512, vocab=128256) for rows in (1, 8, 64)),
     *(LowRankShape(rows=rows, hidden=2048, rank=256, vocab=151936) for rows in (1, 64)),
 )
+
+
+def _decoder_layer(*, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int | None) -> tuple[dict[str, Any], ...]:
+    """The products of a layer, all but their rows: queries, keys and values; output; gate and up; down."""
+    attention = dict(inner=hidden, columns=(heads + 2 * kv_heads) * head_dim, normed=True), dict(inner=heads * head_dim, columns=hidden)
+    if ffn is None:
+        return attention
+    return *attention, dict(inner=hidden, columns=ffn, normed=True, gated=True), dict(inner=ffn, columns=hidden)
+
+
+_LLAMA_8B_LAYER = _decoder_layer(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+_PRODUCTS: tuple[dict[str, Any], ...] = (
+    *_LLAMA_8B_LAYER,
+    dict(inner=12288, columns=4096),  # fc of an EAGLE-3 drafter of that model
+    dict(inner=8192, columns=6144),  # and its first queries, keys and values, normed in two halves before
+    *_decoder_layer(hidden=1536, heads=12, kv_heads=2, head_dim=128, ffn=8960),  # Qwen2.5-1.5B
+    *_decoder_layer(hidden=896, heads=14, kv_heads=2, head_dim=64, ffn=4864),  # Qwen2.5-0.5B
+    *_decoder_layer(hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=None),  # Qwen3-30B-A3B
+)
+LINEAR_SHAPES: tuple[LinearShape, ...] = tuple(LinearShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in _PRODUCTS)
+_QWEN_0_5B = dict(kv_heads=2, group=7, head_dim=64)
+ROTARY_SHAPES = tuple(RotaryShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in (_LLAMA_8B, _QWEN_0_5B))
 _TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
 # For a run that only shows that everything works.
 TINY_SHAPES: tuple[Shape, ...] = (
@@ -139,5 +232,14 @@ TINY_SHAPES: tuple[Shape, ...] = (
     AttentionShape(rows=3, slots=64, kept_slots=32, block_size=16, **_TINY),
     SelectionShape(blocks=8, chosen=4, **_TINY),
     LowRankShape(rows=3, hidden=16, rank=8, vocab=40),
+    LinearShape(rows=3, inner=32, columns=48, gated=True, normed=True),
+    RotaryShape(rows=3, kv_heads=2, group=2, head_dim=16),
 )
-SHAPES: tuple[Shape, ...] = (*ATTENTION_SHAPES, *SPARSE_ATTENTION_SHAPES, *SELECTION_SHAPES, *LOW_RANK_SHAPES)
+SHAPES: tuple[Shape, ...] = (
+    *ATTENTION_SHAPES,
+    *SPARSE_ATTENTION_SHAPES,
+    *SELECTION_SHAPES,
+    *LOW_RANK_SHAPES,
+    *LINEAR_SHAPES,
+    *ROTARY_SHAPES,
+)

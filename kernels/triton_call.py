@@ -22,24 +22,27 @@ _WITHOUT_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
 def triton_call(
     op: str,
     kernel: str,
-    *arrays: jax.Array,
+    *arrays: jax.Array | int,
     out_shapes: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
     constants: Mapping[str, Any],
     num_warps: int,
     num_stages: int,
+    aliases: Mapping[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Launches `kernel(*arrays, *results, **constants)` for every place of `grid`.
 
     Args:
         op: The folder whose `triton.py` holds the kernel.
         kernel: Name of a `triton.jit` function there, whose pointers stand first, those of the results last among them.
-        *arrays: What it reads.
+        *arrays: What it reads: arrays, and ints, which stand in the kernel's arguments in their places.
         out_shapes: Of the results; what the kernel does not write is not defined.
         grid: Programs along up to three axes.
         constants: The `constexpr` arguments.
         num_warps: Warps a program.
         num_stages: Loads that a loop keeps in flight.
+        aliases: Arrays, by index, that results, by index, are written into; what the kernel does not write stays. XLA copies such an array
+            first if it is read afterwards.
 
     Returns:
         The results.
@@ -55,6 +58,8 @@ def triton_call(
     function = getattr(importlib.import_module(f"specjax.kernels.{op}.triton"), kernel)
     results = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
     options = {results: tuple(out_shapes), "grid": grid, "num_warps": num_warps, "num_stages": num_stages}
+    if aliases:
+        options["input_output_aliases"] = dict(aliases)
     return tuple(jax_triton.triton_call(*arrays, kernel=function, **options, **constants))
 
 

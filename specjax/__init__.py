@@ -9,6 +9,7 @@ from specjax.drafting.medusa_drafter import MedusaDrafter, medusa_params
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
+from specjax.kernel_settings import Kernels
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.requests import left_align
@@ -36,6 +37,7 @@ __all__ = [
     "GenerateOutput",
     "HydraDrafter",
     "KVCache",
+    "Kernels",
     "Lossless",
     "LowRankHead",
     "MedusaDrafter",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 
 from specjax.kernels.block_sparse_attention.reference import block_sparse_attention_reference
-from specjax.kernels.few_row_attention import ListedBlocks, few_row_attention, serves
+from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention, serves
 from specjax.kernels.grouped_attention import check_attention
 from specjax.kernels.measured import dispatch
 from specjax.kernels.shapes import AttentionShape
@@ -47,7 +48,8 @@ def block_sparse_attention(
         step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
         row_mask: `[B,K,T,C]` bool, which of the listed blocks each row attends to; `None` is all.
         implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 16 rows (128 rows times N / K); passes of
-            more rows are the reference's. `"auto"` takes what was measured to be the fastest: see `specjax.kernels.measured`.
+            more rows are the reference's; `"triton@..."` also says how the work is cut, as its `TuningConfig` does. `"auto"` takes what
+            was measured to be the fastest: see `specjax.kernels.measured`.
 
     Returns:
         `[B,T,N,H]` in the dtype of `query`.
@@ -70,11 +72,18 @@ def block_sparse_attention(
         options: dict[str, Any] = dict(block_size=block_size, scale=scale, row_mask=listed.row_mask, step_mask=mask)
         return block_sparse_attention_reference(q, k, v, length, listed.block_ids, listed.num_blocks, **options)
 
-    def triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, listed: ListedBlocks, mask: jax.Array | None) -> jax.Array:
-        return few_row_attention(q, k, v, length, scale=scale, step_mask=mask, listed=listed)
+    def triton(
+        tuning: TuningConfig | None, q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, listed: Any, mask: Any
+    ) -> jax.Array:
+        return few_row_attention(q, k, v, length, scale=scale, step_mask=mask, listed=listed, tuning=tuning)
 
     arrays = query, keys, values, length, ListedBlocks(block_ids, num_blocks, row_mask, block_size=block_size), step_mask
     if not serves(query.shape, keys.shape[1]):
         return reference(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape, kept_slots=block_ids.shape[2] * block_size, block_size=block_size)
-    return dispatch(implementation, shape, keys.dtype, triton=triton, reference=reference, arrays=arrays)
+    functions = dict(triton=functools.partial(triton, None), reference=reference)
+
+    def tuned(text: str) -> Any:
+        return functools.partial(triton, TuningConfig.of_text(text))
+
+    return dispatch(implementation, shape, keys.dtype, **functions, tuned=tuned, arrays=arrays)

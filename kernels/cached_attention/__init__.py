@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from specjax.kernels.cached_attention.reference import cached_attention_reference
-from specjax.kernels.few_row_attention import few_row_attention, serves
+from specjax.kernels.few_row_attention import TuningConfig, few_row_attention, serves
 from specjax.kernels.grouped_attention import check_attention
 from specjax.kernels.measured import dispatch
 from specjax.kernels.shapes import AttentionShape
@@ -43,8 +44,8 @@ def cached_attention(
         window: Latest slots that a row attends to, its own included; `None` is all.
         sinks: `[N]`, a score of each head that takes part in the softmax and has no value; `None` for none.
         implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 16 rows (128 rows times N / K); passes of
-            more rows, such as a prefill, are the reference's. `"auto"` takes what was measured to be the fastest: see
-            `specjax.kernels.measured`.
+            more rows, such as a prefill, are the reference's; `"triton@..."` also says how the work is cut, as its `TuningConfig` does.
+            `"auto"` takes what was measured to be the fastest: see `specjax.kernels.measured`.
 
     Returns:
         `[B,T,N,H]` in the dtype of `query`.
@@ -58,12 +59,16 @@ def cached_attention(
     if sinks is not None and sinks.shape != (query.shape[2],):
         raise ValueError(f"cached_attention: sinks must have a score for each of the {query.shape[2]} heads, got shape {sinks.shape}")
 
-    def positional(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda q, k, v, length, mask, sinks: attention(q, k, v, length, step_mask=mask, window=window, sinks=sinks, scale=scale)
+    def positional(attention: Callable[..., jax.Array], **more: Any) -> Callable[..., jax.Array]:
+        options: dict[str, Any] = dict(window=window, scale=scale, **more)
+        return lambda q, k, v, length, mask, sinks: attention(q, k, v, length, step_mask=mask, sinks=sinks, **options)
+
+    def tuned(text: str) -> Callable[..., jax.Array]:
+        return positional(few_row_attention, tuning=TuningConfig.of_text(text))
 
     arrays = query, keys, values, length, step_mask, sinks
     reference, triton = positional(cached_attention_reference), positional(few_row_attention)
     if not serves(query.shape, keys.shape[1]):
         return reference(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape)
-    return dispatch(implementation, shape, keys.dtype, triton=triton, reference=reference, arrays=arrays)
+    return dispatch(implementation, shape, keys.dtype, triton=triton, tuned=tuned, reference=reference, arrays=arrays)

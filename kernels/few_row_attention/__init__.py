@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.kernels.triton_call import power_of_two, triton_call
+from specjax.kernels.tuning import Tuning
 
 MAX_ROWS = 16
 MAX_PACKED_ROWS = 128
@@ -31,8 +33,8 @@ _PROGRAMS = 264
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TuningConfig:
-    """How the work is cut.
+class TuningConfig(Tuning):
+    """How the work is cut; `triton@PARTS:BLOCK_SLOTS:NUM_WARPS:NUM_STAGES` in the name of an implementation.
 
     Attributes:
         parts: Programs that share the slots of one batch row and key/value head; a power of two.
@@ -49,13 +51,8 @@ class TuningConfig:
     num_warps: int = 4
     num_stages: int = 3
 
-    def __post_init__(self) -> None:
-        for name, least, most in (("parts", 1, 128), ("block_slots", 16, 256), ("num_warps", 1, 16)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
-                raise ValueError(f"TuningConfig.{name} must be a power of two from {least} to {most}, got {value!r}")
-        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
-            raise ValueError(f"TuningConfig.num_stages must be an int from 1 to 8, got {self.num_stages!r}")
+    POWERS_OF_TWO: ClassVar[Mapping[str, tuple[int, int]]] = dict(parts=(1, 128), block_slots=(16, 256), num_warps=(1, 16))
+    COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
 
 
 @jax.tree_util.register_dataclass

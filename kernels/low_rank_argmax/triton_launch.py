@@ -17,6 +17,13 @@ _BLOCK_V = 128
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
+def why_not(hidden: jax.Array, up: jax.Array) -> str | None:
+    """What the kernels were not written for, as a sentence, or `None`."""
+    if hidden.dtype != up.dtype or up.dtype not in _DTYPES:
+        return f"implementation 'triton' needs float32, bfloat16 or float16 throughout, got {hidden.dtype}, {up.dtype}"
+    return None
+
+
 def low_rank_argmax_triton(hidden: jax.Array, down: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     """See `specjax.kernels.low_rank_argmax.low_rank_argmax`.
 
@@ -26,10 +33,9 @@ def low_rank_argmax_triton(hidden: jax.Array, down: jax.Array, up: jax.Array) ->
     num_rows, (vocab_size, rank) = hidden.shape[0], up.shape
     if num_rows > MAX_ROWS:
         raise ValueError(f"low_rank_argmax: implementation 'triton' is for up to {MAX_ROWS} rows, got {num_rows}")
-    if hidden.dtype != up.dtype or up.dtype not in _DTYPES:
-        raise ValueError(
-            f"low_rank_argmax: implementation 'triton' needs float32, bfloat16 or float16 throughout, got {hidden.dtype}, {up.dtype}"
-        )
+    refused = why_not(hidden, up)
+    if refused is not None:
+        raise ValueError(f"low_rank_argmax: {refused}")
     num_parts = -(-vocab_size // _BLOCK_V)
     sizes = dict(NUM_ROWS=num_rows, VOCAB=vocab_size, RANK=rank, BLOCK_M=max(16, power_of_two(num_rows)), BLOCK_V=_BLOCK_V)
     part_shape = (num_rows, num_parts)

@@ -88,7 +88,7 @@ class DraftModel:
             output = self.model.apply({"params": params}, inputs, cache)
             cache = output.cache
             scores = self.head.scores(head_params, output.hidden[:, -1], lm_head)
-            picks.append(pick(scores, sampling, key, vocab_size=self.model.config.vocab_size))
+            picks.append(pick(scores, sampling, key, vocab_size=self.model.config.vocab_size, implementation=self.model.kernels.draft_head))
             inputs = picks[-1].tokens[:, None]
         return draft_of(picks), cache
 

@@ -12,6 +12,7 @@ from specjax.config import ModelConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.heads import DraftHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, require_head
+from specjax.kernel_settings import Kernels
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 
@@ -44,13 +45,13 @@ class DraftModelNetwork:
         config: Sizes.
         dtype: Compute dtype, and that of the cache; see `Transformer`.
         param_dtype: Dtype that `init_params` gives the parameters; token ids are int32 whatever it is.
-        attention_implementation: Passed to `cached_attention`.
+        kernels: Which implementation of each operation runs.
     """
 
     config: DraftModelConfig
     dtype: Any = jnp.bfloat16
     param_dtype: Any = jnp.bfloat16
-    attention_implementation: str = "auto"
+    kernels: Kernels = Kernels()
 
     def clone(self, **changes: Any) -> DraftModelNetwork:
         """Another one, as a Flax module's `clone`."""
@@ -60,7 +61,7 @@ class DraftModelNetwork:
     def model(self) -> Transformer:
         """The draft model."""
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
-        return Transformer(self.config.decoder, **options, attention_implementation=self.attention_implementation)
+        return Transformer(self.config.decoder, **options, kernels=self.kernels)
 
     @property
     def drafter(self) -> DraftModel:

@@ -24,10 +24,12 @@ import jax.numpy as jnp
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import HeadScores
 from specjax.drafting.heads.draft_head import declare_head
+from specjax.kernel_settings import Kernels
+from specjax.kernels.few_row_linear import few_row_linear
 from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache
-from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, product
+from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm
 from specjax.models.rope import rotary_angles
 from specjax.models.transformer import Transformer
 
@@ -62,13 +64,13 @@ class Eagle3(PureModule):
         config: Sizes.
         dtype: Compute dtype, and that of the cache; see `Transformer`.
         param_dtype: Dtype that `init` gives the parameters; token ids are int32 whatever it is.
-        attention_implementation: Passed to `cached_attention`.
+        kernels: Which implementation of each operation runs.
     """
 
     config: Eagle3Config
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
-    attention_implementation: str = "auto"
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         """Declares the parameters."""
@@ -85,7 +87,7 @@ class Eagle3(PureModule):
         if cfg.fc_norm:
             self.fc_norm = [norm() for _ in range(cfg.num_features)]
         self.fc = self.param("fc", PROJECTION_INIT, (fused_width, width), dtype)
-        self.layers = [_Layer(cfg, dtype, name=f"layer_{index}") for index in range(decoder.num_layers)]
+        self.layers = [_Layer(cfg, dtype, self.kernels.projections, name=f"layer_{index}") for index in range(decoder.num_layers)]
         self.final_norm = norm()
         self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=decoder.vocab_size, dtype=dtype)
 
@@ -99,7 +101,7 @@ class Eagle3(PureModule):
             step_mask: `[T,T]` bool among the new rows; `None` is causal.
         """
         decoder, length = self.config.decoder, cache.length
-        options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
+        options: dict[str, Any] = dict(step_mask=step_mask, kernels=self.kernels)
         attends = [attend_cached(cache, index, window=decoder.window(index), **options) for index in range(decoder.num_layers)]
         positions = length[:, None] + jnp.arange(state.shape[1], dtype=jnp.int32)
         hidden, next_state, kept = self.attend(embeddings, state, positions, attends, context_limit=cache.context_limit)
@@ -138,12 +140,12 @@ class Eagle3(PureModule):
     def fuse(self, features: jax.Array) -> jax.Array:
         """`[..., C*target_hidden_size]`, the target's features in the order of `feature_layers` → `[..., D]`."""
         cfg, features = self.config, features.astype(self.dtype)
-        if cfg.norm_before_fc:
-            features = self.input_norm(features)
         if cfg.fc_norm:
-            parts = jnp.split(features, cfg.num_features, axis=-1)
+            parts = jnp.split(self.input_norm(features) if cfg.norm_before_fc else features, cfg.num_features, axis=-1)
             features = jnp.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
-        return product(features, self.fc)
+        elif cfg.norm_before_fc:
+            return few_row_linear(self.input_norm.deferred(features), self.fc, implementation=self.kernels.projections)
+        return few_row_linear(features, self.fc, implementation=self.kernels.projections)
 
     def embed(self, tokens: jax.Array, target_embedding: jax.Array | None = None) -> jax.Array:
         """`[B,T]` token ids of the target's vocabulary → `[B,T,D]`.
@@ -191,6 +193,7 @@ class Eagle3(PureModule):
 class _Layer(nn.Module):
     config: Eagle3Config
     param_dtype: jnp.dtype
+    implementation: str
 
     @nn.compact
     def __call__(
@@ -202,11 +205,11 @@ class _Layer(nn.Module):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(decoder.rms_norm_eps, self.param_dtype, name=name)
 
-        normed = norm("attention_norm")(x)
+        normed = norm("attention_norm").deferred(x)
+        rows: Any = normed
         if embeddings is not None:
-            x = normed if self.config.norm_before_residual else x
-            normed = jnp.concatenate([norm("embedding_norm")(embeddings), normed], axis=-1)
-        mixed, kept = Attention(decoder, self.param_dtype, name="attention")(normed, angles, attend)
-        x = x + mixed
-        out, _ = FeedForward(decoder, self.param_dtype, name="mlp")(norm("mlp_norm")(x))
-        return x + out, kept
+            x = normed.value if self.config.norm_before_residual else x
+            rows = jnp.concatenate([norm("embedding_norm")(embeddings), normed.value], axis=-1)
+        x, kept = Attention(decoder, self.param_dtype, self.implementation, name="attention")(rows, angles, attend, x)
+        mlp = FeedForward(decoder, self.param_dtype, self.implementation, name="mlp")
+        return mlp(norm("mlp_norm").deferred(x), residual=x)[0], kept

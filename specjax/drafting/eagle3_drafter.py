@@ -134,7 +134,8 @@ class Eagle3Drafter:
         hidden, next_state, cache, picks = state.hidden, state.next_state, state.cache, []
         for step, key in enumerate(split_row_keys(row_keys, num_speculative_tokens)):
             scores = model.apply(variables, hidden[:, 0], params.get(TARGET_HEAD), method="scores")
-            picks.append(pick(scores, sampling, key, vocab_size=model.config.decoder.vocab_size))
+            options: dict[str, Any] = dict(vocab_size=model.config.decoder.vocab_size, implementation=model.kernels.draft_head)
+            picks.append(pick(scores, sampling, key, **options))
             if step < num_speculative_tokens - 1:
                 embeddings = model.apply(variables, picks[-1].tokens[:, None], params.get(TARGET_EMBEDDING), method="embed")
                 output = model.apply(variables, embeddings, next_state, cache)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from specjax.checks import require_size
 from specjax.drafting.heads import DraftHead, FullHead, HeadScores
 from specjax.drafting.heads.draft_head import declare_head, require_head
-from specjax.models.layers import PROJECTION_INIT, PureModule, product
+from specjax.kernels.few_row_linear import few_row_linear
+from specjax.models.layers import PROJECTION_INIT, PureModule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,4 +136,4 @@ class _Head(nn.Module):
 
 
 def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
-    return product(x, weight) + bias.astype(x.dtype)
+    return few_row_linear(x, weight, bias=bias)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from specjax.checks import require_size
 from specjax.drafting.heads import DraftHead, FullHead, HeadScores
 from specjax.drafting.heads.draft_head import declare_head, require_head
-from specjax.models.layers import PROJECTION_INIT, PureModule, product
+from specjax.kernels.few_row_linear import few_row_linear
+from specjax.models.layers import PROJECTION_INIT, PureModule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,5 @@ class _Head(nn.Module):
     def blocks_of(self, x: jax.Array) -> jax.Array:
         """`x + silu(x W + b)` for each block."""
         for index, weight in enumerate(self.blocks):
-            inner = product(x, weight)
-            x = x + nn.silu(inner + self.biases[index].astype(x.dtype) if self.config.block_bias else inner)
+            x = x + nn.silu(few_row_linear(x, weight, bias=self.biases[index] if self.config.block_bias else None))
         return x

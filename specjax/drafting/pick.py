@@ -27,7 +27,9 @@ class Pick:
     usable: jax.Array
 
 
-def pick(scores: HeadScores, sampling: SamplingParams | None, row_keys: jax.Array, *, vocab_size: int) -> Pick:
+def pick(
+    scores: HeadScores, sampling: SamplingParams | None, row_keys: jax.Array, *, vocab_size: int, implementation: str = "auto"
+) -> Pick:
     """The arg-max, or a sample with the call's own temperature, top-k and top-p, of the tokens that have scores.
 
     Args:
@@ -35,12 +37,11 @@ def pick(scores: HeadScores, sampling: SamplingParams | None, row_keys: jax.Arra
         sampling: Fields `[B]`, or `None` for the arg-max.
         row_keys: `[B]` typed keys.
         vocab_size: V.
+        implementation: Of the arg-max; see `HeadScores.best`.
     """
     if sampling is None:
-        columns = jnp.argmax(scores.logits, axis=-1)
-        # A NaN counts as the largest, so one pass over the scores says both which is and whether it is finite.
-        usable = jnp.isfinite(jnp.take_along_axis(scores.logits, columns[:, None], axis=-1)[:, 0])
-        return Pick(tokens=scores.tokens(jnp.where(usable, columns, 0)), probs=None, usable=usable)
+        tokens, usable = scores.best(implementation=implementation)
+        return Pick(tokens=tokens, probs=None, usable=usable)
     usable = jnp.isfinite(scores.logits.max(axis=-1))
     logits = jnp.where(usable[:, None], scores.logits, 0.0)
     probs = filtered_probs(logits[:, None], sampling)[:, 0]

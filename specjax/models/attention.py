@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
+from specjax.kernel_settings import Kernels
 from specjax.kernels.cached_attention import cached_attention
-from specjax.models.kv_cache import KVCache, LayerCache, write_layer
-from specjax.models.layers import PROJECTION_INIT, RMSNorm, product
-from specjax.models.rope import apply_rotary
+from specjax.kernels.few_row_linear import Normed, few_row_linear
+from specjax.kernels.rope_and_write import Heads, rope_and_write
+from specjax.models.kv_cache import KVCache, LayerCache
+from specjax.models.layers import PROJECTION_INIT, RMSNorm
 
-# From query [B,T,N,H], key and value [B,T,K,H] of the new rows (rotary embedding applied) and sinks ([N] or None) to what the rows make of
-# all that they attend to, [B,T,N,H], and what is to be kept of them.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
+# From the heads of the new rows as the projection gave them, and sinks ([N] or None), to what the rows make of all that they attend to,
+# [B,T,N,H], and what is to be kept of them.
+Attend = Callable[[Heads, jax.Array | None], tuple[jax.Array, Any]]
 
 
-def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, window: int | None, implementation: str) -> Attend:
+def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, window: int | None, kernels: Kernels) -> Attend:
     """Attention over a layer of the cache and the new rows, which are written to it: kept is the layer's `LayerCache`.
 
     Args:
@@ -28,23 +30,24 @@ def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, wi
         layer: Which.
         step_mask: As in `cached_attention`.
         window: Latest positions that a row attends to, or `None` for all.
-        implementation: Passed to `cached_attention`.
+        kernels: Of attention and of the cache's writes.
     """
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
-        kept = written_layer(cache, layer, key, value)
-        options: dict[str, Any] = dict(step_mask=step_mask, window=window, sinks=sinks, implementation=implementation)
+    def attend(heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
+        query, kept = written_layer(cache, layer, heads, kernels)
+        options: dict[str, Any] = dict(step_mask=step_mask, window=window, sinks=sinks, implementation=kernels.attention)
         return cached_attention(query, kept.keys, kept.values, cache.length, scale=query.shape[-1] ** -0.5, **options), kept
 
     return attend
 
 
-def written_layer(cache: KVCache, layer: int, key: jax.Array, value: jax.Array) -> LayerCache:
-    """A layer of the cache with the new rows' keys and values `[B,T,K,H]` written from `cache.length` on, and the summaries after that."""
-    keys, values = write_layer(cache.keys[layer], cache.values[layer], key, value, cache.length)
+def written_layer(cache: KVCache, layer: int, heads: Heads, kernels: Kernels) -> tuple[jax.Array, LayerCache]:
+    """The new rows' queries `[B,T,N,H]`, and the layer with their keys and values from `cache.length` on, and the summaries after that."""
+    options: dict[str, Any] = dict(implementation=kernels.cache_write)
+    query, keys, values = rope_and_write(heads, cache.keys[layer], cache.values[layer], cache.length, **options)
     if cache.summaries is None:
-        return LayerCache(keys, values)
-    return LayerCache(keys, values, cache.summaries.written(layer, keys, cache.length, key.shape[1]))
+        return query, LayerCache(keys, values)
+    return query, LayerCache(keys, values, cache.summaries.written(layer, keys, cache.length, query.shape[1]))
 
 
 class Attention(nn.Module):
@@ -53,37 +56,37 @@ class Attention(nn.Module):
     Attributes:
         config: Sizes, biases, norms.
         param_dtype: Dtype of the parameters.
+        implementation: Passed to `few_row_linear`.
     """
 
     config: ModelConfig
     param_dtype: jnp.dtype
+    implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: Normed | jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, residual: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """The rows, perhaps still to be normed, their angles, what they attend to, and what the output is added to."""
         cfg = self.config
-        group_size = cfg.num_heads // cfg.num_kv_heads
-        qkv_shape = (cfg.num_kv_heads, group_size + 2, cfg.head_dim)
-        qkv = product(x, self.param("qkv", PROJECTION_INIT, (x.shape[-1], *qkv_shape), self.param_dtype))
-        if cfg.qkv_bias:
-            qkv = qkv + self.param("qkv_bias", nn.initializers.zeros, qkv_shape, self.param_dtype).astype(x.dtype)
-        query, key, value = qkv[:, :, :, :group_size], qkv[:, :, :, group_size], qkv[:, :, :, group_size + 1]
-        query = query.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim)
-        query, key = self._normed(query, "query_norm"), self._normed(key, "key_norm")
-        if cfg.clip_qkv is not None:
-            query, key, value = (jnp.clip(part, -cfg.clip_qkv, cfg.clip_qkv) for part in (query, key, value))
-        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
+        qkv_shape = (cfg.num_kv_heads, cfg.num_heads // cfg.num_kv_heads + 2, cfg.head_dim)
+        weight = self.param("qkv", PROJECTION_INIT, (x.shape[-1], *qkv_shape), self.param_dtype)
+        bias = self.param("qkv_bias", nn.initializers.zeros, qkv_shape, self.param_dtype) if cfg.qkv_bias else None
+        qkv = few_row_linear(x, weight, bias=bias, implementation=self.implementation)
+        query_scale, key_scale = self._norm_scale(qkv, cfg.num_heads, "query_norm"), self._norm_scale(qkv, cfg.num_kv_heads, "key_norm")
+        norms: dict[str, Any] = dict(query_scale=query_scale, key_scale=key_scale, epsilon=cfg.rms_norm_eps)
+        heads = Heads(qkv=qkv, cos=angles[0], sin=angles[1], **norms, clip=cfg.clip_qkv)
         sinks = self.param("sinks", PROJECTION_INIT, (cfg.num_heads,), self.param_dtype) if cfg.attention_sinks else None
-        mixed, kept = attend(query, key, value, sinks)
-        output = self.param("output", PROJECTION_INIT, (cfg.num_heads * cfg.head_dim, cfg.hidden_size), self.param_dtype)
-        mixed = product(mixed.reshape(*x.shape[:2], -1), output)
-        if cfg.output_bias:
-            mixed = mixed + self.param("output_bias", nn.initializers.zeros, (cfg.hidden_size,), self.param_dtype).astype(x.dtype)
-        return mixed, kept
+        mixed, kept = attend(heads, sinks)
+        weight = self.param("output", PROJECTION_INIT, (cfg.num_heads * cfg.head_dim, cfg.hidden_size), self.param_dtype)
+        bias = self.param("output_bias", nn.initializers.zeros, (cfg.hidden_size,), self.param_dtype) if cfg.output_bias else None
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        return few_row_linear(mixed, weight, bias=bias, residual=residual, implementation=self.implementation), kept
 
-    def _normed(self, heads: jax.Array, name: str) -> jax.Array:
-        """`[B,T,heads,H]`, normed over each head, over all heads together, or not at all."""
-        cfg = self.config
-        if cfg.qk_norm is None:
-            return heads
-        norm = RMSNorm(cfg.rms_norm_eps, self.param_dtype, name=name)
-        return norm(heads) if cfg.qk_norm == "head" else norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
+    def _norm_scale(self, qkv: jax.Array, num_heads: int, name: str) -> jax.Array | None:
+        """Of the norm over each head, or over all heads together."""
+        if self.config.qk_norm is None:
+            return None
+        width = self.config.head_dim * (1 if self.config.qk_norm == "head" else num_heads)
+        norm = RMSNorm(self.config.rms_norm_eps, self.param_dtype, name=name)
+        return norm.deferred(jnp.zeros((width,), qkv.dtype)).scale

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.models.kv_cache import KVCache, write_slots
+from specjax.kernels.rope_and_write import write_slots
+from specjax.models.kv_cache import KVCache
 
 
 @jax.tree_util.register_dataclass

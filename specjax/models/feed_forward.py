@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
+from specjax.kernels.few_row_linear import Normed, few_row_linear, value_of
 from specjax.models.layers import PROJECTION_INIT
 from specjax.models.projections import Projections
 from specjax.sparsity.histogram import histogram
@@ -40,26 +42,47 @@ def gate_times_up(config: ModelConfig, activated: jax.Array, up: jax.Array) -> j
 class FeedForward(nn.Module):
     """`gated(x W_gate, x W_up) W_down`; SwiGLU where the activation is `"silu"`. Params may be those of `split_gate_up`.
 
-    `[B,T,D]` → the same, and what a sparse pass kept (`None` of a dense one). Captured among the intermediates, where they are asked for:
-    `gates`, a histogram of the activated gate.
+    `[B,T,D]`, perhaps still to be normed → the same, added to `residual` if there is one, and what a sparse pass kept (`None` of a dense
+    one). Captured among the intermediates, where they are asked for: `gates`, a histogram of the activated gate.
+
+    Attributes:
+        config: Sizes, activation, biases.
+        param_dtype: Dtype of the parameters.
+        implementation: Passed to `few_row_linear`, in dense passes.
     """
 
     config: ModelConfig
     param_dtype: jnp.dtype
+    implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array, sparse: SparseMLP | None = None) -> tuple[jax.Array, FeedForwardWork | None]:
+    def __call__(
+        self, x: Normed | jax.Array, sparse: SparseMLP | None = None, residual: jax.Array | None = None
+    ) -> tuple[jax.Array, FeedForwardWork | None]:
         cfg = self.config
         weights = self._weights(x.shape[-1])
         counted = None if sparse is None else sparse.counted
         if self.is_mutable_collection("intermediates"):
-            sizes = jnp.abs(gate_activation(cfg, weights.halves(x)[0]))
+            sizes = jnp.abs(gate_activation(cfg, weights.halves(value_of(x))[0]))
             self.sow("intermediates", "gates", histogram(sizes, None if counted is None else counted[..., None]))
         if sparse is None or sparse.ffn is None or sparse.ffn.exact:
-            gate, up = weights.halves(x)
-            return weights.out(gated(cfg, gate, up)), None
+            inner = self._inner(x, weights)
+            out = few_row_linear(inner, weights.down, bias=weights.down_bias, residual=residual, implementation=self.implementation)
+            return out, None
         activate, combine = functools.partial(gate_activation, cfg), functools.partial(gate_times_up, cfg)
-        return sparse_feed_forward(x, weights, sparse.ffn, activate=activate, combine=combine, tau=sparse.tau, counted=counted)
+        options: dict[str, Any] = dict(activate=activate, combine=combine, tau=sparse.tau, counted=counted)
+        out, work = sparse_feed_forward(value_of(x), weights, sparse.ffn, **options)
+        return out if residual is None else residual + out, work
+
+    def _inner(self, x: Normed | jax.Array, weights: Projections) -> jax.Array:
+        """The inner activation of all channels."""
+        if weights.gate_up is None:
+            return gated(self.config, *weights.halves(value_of(x)))
+        options: dict[str, Any] = dict(bias=weights.gate_up_bias, implementation=self.implementation)
+        if self.config.activation == "silu":
+            return few_row_linear(x, weights.gate_up, gated=True, **options)
+        both = few_row_linear(x, weights.gate_up, **options)
+        return gated(self.config, both[..., 0, :], both[..., 1, :])
 
     def _weights(self, width: int) -> Projections:
         cfg, ffn = self.config, self.config.intermediate_size

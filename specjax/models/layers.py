@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from specjax.kernels.few_row_linear import Normed, full_precision, product
+
+__all__ = ["PROJECTION_INIT", "PureModule", "RMSNorm", "float32_einsum", "full_precision", "head_product", "product"]
+
 PROJECTION_INIT = nn.initializers.normal(0.02)
 
 
@@ -20,13 +24,6 @@ class PureModule(nn.Module):
         # Flax types both as a union that also has the mutated collections.
         def init(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
         def apply(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
-
-
-def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """`x [..., D] @ weight [D, ...]`, in full float32 when `x` is float32 (TF32 would change which token wins)."""
-    flat = weight.astype(x.dtype).reshape(weight.shape[0], -1)
-    out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())), precision=full_precision(x), preferred_element_type=out_dtype)
-    return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def head_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
@@ -56,20 +53,17 @@ def _float32_einsum_tangent(subscripts: str, primals: tuple, tangents: tuple) ->
     return out, functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(out)
 
 
-def full_precision(x: jax.Array) -> jax.lax.Precision | None:
-    """The `precision` of a product with `x`: all of float32, where it is float32."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
 class RMSNorm(nn.Module):
     """`x / rms(x) * scale`, statistics in float32. arXiv:1910.07467."""
 
     epsilon: float
     param_dtype: jnp.dtype
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
-        x_f32 = x.astype(jnp.float32)
-        normed = x_f32 * jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.epsilon)
-        return normed.astype(x.dtype) * scale.astype(x.dtype)
+        """`[..., D]` → the same."""
+        return self.deferred(x).value
+
+    @nn.compact
+    def deferred(self, x: jax.Array) -> Normed:
+        """The same, to be computed by whoever reads it."""
+        return Normed(x, self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype), self.epsilon)

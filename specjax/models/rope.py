@@ -99,19 +99,3 @@ def rotary_angles(
     if config.rope_type in ("yarn", "longrope"):
         cos, sin = cos * config.attention_factor, sin * config.attention_factor
     return cos, sin
-
-
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pairs `(x[i], x[i + H/2])`.
-
-    Args:
-        x: `[B,T,heads,H]`.
-        cos: `[B,T,H/2]` float32.
-        sin: `[B,T,H/2]` float32.
-
-    Returns:
-        `[B,T,heads,H]` in the dtype of `x`; the arithmetic is float32.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

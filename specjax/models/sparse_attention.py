@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
+from specjax.kernel_settings import Kernels
 from specjax.kernels.block_sparse_attention import block_sparse_attention
+from specjax.kernels.rope_and_write import Heads
 from specjax.models.attention import Attend, written_layer
 from specjax.models.block_selection import Selection, rows_that_count, select_blocks
 from specjax.models.block_summaries import BlockSummaries
@@ -50,7 +52,7 @@ class SparsePass:
         num_rows: T.
         counted: `[B,T]` bool, rows whose queries count in a choice; `None` is all.
         step_mask: `[T,T]` bool among the new rows; `None` is causal.
-        implementation: Passed to `block_selection` and `block_sparse_attention`.
+        kernels: Of attention and of the cache's writes.
 
     Raises:
         ValueError: A cache that is not whole blocks or lacks the summaries that the score reads.
@@ -62,7 +64,7 @@ class SparsePass:
     num_rows: int
     counted: jax.Array | None
     step_mask: jax.Array | None
-    implementation: str
+    kernels: Kernels
 
     def __post_init__(self) -> None:
         size, summaries = self.settings.block_size, self.cache.summaries
@@ -92,11 +94,13 @@ class SparsePass:
         """
         settings, anchor = self.settings, self.sparsity.reuse.anchor(layer)
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, LayerCache]:
+        def attend(heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, LayerCache]:
             assert sinks is None
-            kept, length = written_layer(self.cache, layer, key, value), self.cache.length
+            query, kept = written_layer(self.cache, layer, heads, self.kernels)
+            length = self.cache.length
             if anchor == layer:
-                options: dict[str, Any] = dict(layer=layer, counted=self.counted, implementation=self.implementation)
+                options: dict[str, Any] = dict(layer=layer, counted=self.counted)
+                options |= dict(implementation=self.kernels.attention.partition("@")[0])  # a cut is attention's
                 selection = select_blocks(settings, query, kept.keys, kept.summaries, length, **options)
             else:
                 selection = earlier[anchor].selection
@@ -112,7 +116,7 @@ class SparsePass:
                 scale=query.shape[-1] ** -0.5,
                 step_mask=self.step_mask,
                 row_mask=selection.row_mask,
-                implementation=self.implementation,
+                implementation=self.kernels.attention,
             )
             return mixed, dataclasses.replace(kept, selection=selection)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
+from specjax.kernel_settings import Kernels
 from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache, LayerCache
@@ -58,23 +59,19 @@ class Transformer(PureModule):
             float32 whatever it is.
         param_dtype: Dtype that `init` gives the parameters. Parameters of another dtype than `dtype` are cast at each use; where speed
             counts store them in `dtype`.
-        attention_implementation: Passed to `cached_attention` and `block_sparse_attention`.
-        expert_implementation: Passed to `expert_products`. For gradients through a mixture of experts `"dense"`.
+        kernels: Which implementation of each operation runs. For gradients through a mixture of experts `Kernels(experts="dense")`.
     """
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
-    attention_implementation: str = "auto"
-    expert_implementation: str = "auto"
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         """Declares the parameters."""
         cfg = self.config
         self.embedding = self.param("embedding", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
-        self.blocks = [
-            _Block(cfg, self.param_dtype, self.expert_implementation, index, name=f"layer_{index}") for index in range(cfg.num_layers)
-        ]
+        self.blocks = [_Block(cfg, self.param_dtype, self.kernels, index, name=f"layer_{index}") for index in range(cfg.num_layers)]
         self.final_norm = RMSNorm(cfg.rms_norm_eps, self.param_dtype)
         if not cfg.tie_word_embeddings:
             self.lm_head = self.param("lm_head", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
@@ -116,7 +113,7 @@ class Transformer(PureModule):
         positions = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         angles = rotary_angles(cfg.rope, cfg.head_dim, positions, cache.context_limit)
         x = jnp.take(self.embedding, tokens, axis=0, mode="clip").astype(self.dtype)
-        options: dict[str, Any] = dict(step_mask=step_mask, implementation=self.attention_implementation)
+        options: dict[str, Any] = dict(step_mask=step_mask, kernels=self.kernels)
         sparse = None
         if sparsity is not None and sparsity.attention is not None:
             sparse = SparsePass(sparsity=sparsity, model=cfg, cache=cache, num_rows=tokens.shape[1], counted=counted, **options)
@@ -190,7 +187,7 @@ class Transformer(PureModule):
 class _Block(nn.Module):
     config: ModelConfig
     param_dtype: jnp.dtype
-    expert_implementation: str
+    kernels: Kernels
     index: int
 
     @nn.compact
@@ -198,13 +195,11 @@ class _Block(nn.Module):
         self, x: jax.Array, angles: tuple[jax.Array, jax.Array], attend: Attend, sparse_mlp: SparseMLP | None
     ) -> tuple[jax.Array, Any, FeedForwardWork | ExpertWork | None]:
         cfg, dtype = self.config, self.param_dtype
-        normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm")(x)
-        mixed, kept = Attention(cfg, dtype, name="attention")(normed, angles, attend)
-        x = x + mixed
-        normed = RMSNorm(cfg.rms_norm_eps, dtype, name="mlp_norm")(x)
+        normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm").deferred(x)
+        x, kept = Attention(cfg, dtype, self.kernels.projections, name="attention")(normed, angles, attend, x)
+        normed = RMSNorm(cfg.rms_norm_eps, dtype, name="mlp_norm").deferred(x)
         if cfg.has_experts(self.index):
-            mlp = MixtureOfExperts(cfg, dtype, self.expert_implementation, name="mlp")
-        else:
-            mlp = FeedForward(cfg, dtype, name="mlp")
-        out, work = mlp(normed, sparse_mlp)
-        return x + out, kept, work
+            out, work = MixtureOfExperts(cfg, dtype, self.kernels.experts, name="mlp")(normed.value, sparse_mlp)
+            return x + out, kept, work
+        x, work = FeedForward(cfg, dtype, self.kernels.projections, name="mlp")(normed, sparse_mlp, x)
+        return x, kept, work

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from specjax.drafting.eagle3 import Eagle3
+from specjax.kernels.rope_and_write import Heads
 from specjax.models.attention import Attend
 from specjax.models.layers import float32_einsum
 from specjax.training.row_groups import over_row_groups
@@ -97,7 +98,8 @@ def rows_ahead(x: jax.Array, distance: int) -> jax.Array:
 def _attend(earlier: Steps, window: int | None) -> Attend:
     """Attention of the next step: causal over the rows of step 0, and to its own row of the others."""
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
+    def attend(heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
+        query, key, value = heads.rotated()
         steps, step = (*earlier, (key, value)), len(earlier)
         # A later step j of the same draft stands i - j positions back.
         own_row = [pair for j, pair in enumerate(steps) if j > 0 and (window is None or step - j < window)]

@@ -15,7 +15,7 @@ import pytest
 from experiments import kernels, tune
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import check_row
-from specjax.kernels.measured import PATH, is_triton_fastest, read_table
+from specjax.kernels.measured import PATH, fastest, read_table
 from specjax.kernels.shapes import SHAPES, TINY_SHAPES
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
@@ -66,8 +66,9 @@ def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_
     [
         (["shapes=huge"], "shapes must be one of full, tiny, got 'huge'"),
         (["ops=matmul"], "ops must be some of .*cached_attention.*, got matmul"),
-        (["implementations=reference,triton@3:64:4:3"], "PARTS:SLOTS:WARPS:STAGES.*parts must be a power of two from 1 to 128, got 3"),
-        (["implementations=reference,triton@fast"], "expected triton@PARTS:SLOTS:WARPS:STAGES, got 'triton@fast'"),
+        (["implementations=reference,triton@3:64:4:3"], "no operation that is measured can be cut as 'triton@3:64:4:3' says"),
+        (["implementations=reference,triton@2:16:4:2", "ops=few_row_linear"], "can be cut as 'triton@2:16:4:2' says"),
+        (["rows=7"], r"no shape of 'full' has these ops, rows and sizes: \(\), \(7,\)"),
         (["implementations=triton"], "implementations must be reference, and may be triton, got triton"),
     ],
 )
@@ -79,14 +80,16 @@ def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
 @needs_triton
 def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
-    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2"]
+    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2,triton@16:16:4:2:2:1"]
     with interpreted():
-        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax"])))
-        assert "merge_parts" in launches
+        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax,few_row_linear"])))
+        assert {"merge_parts", "multiply_strip"} <= set(launches)
     assert [(row["op"], row["implementation"]) for row in rows] == [
         ("cached_attention", "reference"),
         ("cached_attention", "triton@2:16:4:2"),
         ("low_rank_argmax", "reference"),
+        ("few_row_linear", "reference"),
+        ("few_row_linear", "triton@16:16:4:2:2:1"),
     ]
 
 
@@ -99,7 +102,7 @@ def test_a_kernel_that_cannot_run_here_ends_the_run_with_a_reason() -> None:
 
 
 def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third, _ = TINY_SHAPES
+    first, second, third = TINY_SHAPES[:3]
     measured: list[Any] = [(first, dict(reference=2.0, triton=1.0)), (second, dict(reference=1.0, triton=0.98))]
     monkeypatch.setattr(kernels, "measure", lambda config: iter(measured))
     path = tmp_path / "table.json"
@@ -110,12 +113,16 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
         check_row(row)
         assert row["op"] in tune.show(row)
     monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: None)
-    assert is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
-    assert not is_triton_fastest(second, jnp.bfloat16, table=read_table(path))  # within the noise
+    assert fastest(first, jnp.bfloat16, table=read_table(path)) == "triton"
+    assert fastest(second, jnp.bfloat16, table=read_table(path)) == "reference"  # within the noise
     measured[:] = [(second, dict(reference=1.0, triton=-0.1))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     measured[:] = [(first, dict(reference=1.0, triton=2.0))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
-    assert not is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
+    assert fastest(first, jnp.bfloat16, table=read_table(path)) == "reference"
+    cut = "triton@2:16:4:2"
+    measured[:] = [(first, {"reference": 2.0, "triton": 1.0, cut: 0.9}), (second, {"reference": 2.0, "triton": 1.0, cut: 0.98})]
+    assert [row["implementation"] for row in tune.run(config)] == [cut, "triton"]
+    assert fastest(first, jnp.bfloat16, table=read_table(path)) == cut
     assert [row["device"] for row in json.loads(path.read_text())].count("other") == 1
     assert len(json.loads(path.read_text())) == 3

@@ -11,7 +11,7 @@ from experiments import train_moe
 from experiments.experiment import ExperimentError, parse_config
 from experiments.models import load_model
 from experiments.moe_training import evaluate_texts, moe_step
-from specjax import GenerateConfig, MoEConfig, Transformer, generate
+from specjax import GenerateConfig, Kernels, MoEConfig, Transformer, generate
 from specjax.checkpoints.store import abstract_checkpoint
 from specjax.training.data import TokenBatch
 from specjax.training.token_files import TokenSequence, tokenizer_fingerprint
@@ -62,7 +62,7 @@ def test_the_loss_falls_all_experts_are_used_and_the_checkpoint_is_a_target(targ
 
 def moe_model() -> tuple[Transformer, dict]:
     model, params = random_model(tiny_config(moe=MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=8)))
-    return model.clone(expert_implementation="dense"), params
+    return model.clone(kernels=Kernels(experts="dense")), params
 
 
 def batch_of(rows: int) -> TokenBatch:

@@ -30,9 +30,17 @@ def compile_for(call: Callable[[], Any], architecture: int) -> list[dict[str, An
     compiled = []
 
     def triton_call(
-        *arrays: Any, kernel: Any, out_shape: Any, grid: Any, num_warps: int, num_stages: int, **constants: Any
+        *arrays: Any,
+        kernel: Any,
+        out_shape: Any,
+        grid: Any,
+        num_warps: int,
+        num_stages: int,
+        input_output_aliases: dict[int, int] | None = None,
+        **constants: Any,
     ) -> tuple[jax.Array, ...]:
-        pointers = ["*" + NAMES[array.dtype.name] for array in (*arrays, *out_shape)]
+        del input_output_aliases
+        pointers = ["i32" if isinstance(array, int) else "*" + NAMES[array.dtype.name] for array in (*arrays, *out_shape)]
         compiled.append({"kernel": kernel.fn.__name__, "architecture": architecture, "grid": grid, "num_warps": num_warps})
         compiled[-1] |= _compile(kernel, pointers, constants, architecture, dict(num_warps=num_warps, num_stages=num_stages))
         return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in out_shape)
@@ -50,7 +58,7 @@ def _compile(kernel: Any, pointers: list[str], constants: Mapping[str, Any], arc
     from triton.compiler import ASTSource
 
     signature = dict(zip(kernel.arg_names, pointers, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(len(pointers))}  # as jax-triton says of all arrays
+    aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(pointers) if kind[0] == "*"}  # as jax-triton says of arrays
     source = ASTSource(kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
     result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     return {"shared_bytes": result.metadata.shared, **_registers(result.asm["cubin"]), "ptx_target": _target(result.asm["ptx"])}

@@ -23,20 +23,29 @@ launches: list[str] = []  # names of the kernels that ran
 
 
 def triton_call(
-    *arrays: Any, kernel: Any, out_shape: Any, grid: Any, num_warps: int, num_stages: int, **constants: Any
+    *arguments: Any,
+    kernel: Any,
+    out_shape: Any,
+    grid: Any,
+    num_warps: int,
+    num_stages: int,
+    input_output_aliases: dict[int, int] | None = None,
+    **constants: Any,
 ) -> tuple[jax.Array, ...]:
     """Has the signature of jax-triton 0.3.1's. Works under `jax.jit` too."""
+    aliases = {result: argument for argument, result in (input_output_aliases or {}).items()}
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
         launches.append(kernel.fn.__name__)
-        inputs = [_tensor(np.asarray(array)) for array in arrays]
+        given = iter(arrays)
+        inputs = [argument if isinstance(argument, int) else _tensor(np.asarray(next(given))) for argument in arguments]
         # What a kernel leaves unwritten is not zero on a GPU either.
-        outputs = [_tensor(_garbage(shape)) for shape in out_shape]
+        outputs = [inputs[aliases[index]] if index in aliases else _tensor(_garbage(shape)) for index, shape in enumerate(out_shape)]
         with np.errstate(all="ignore"):  # a GPU warns of no division by zero either
             kernel[grid](*inputs, *outputs, **constants)
         return tuple(_array(tensor, shape) for tensor, shape in zip(outputs, out_shape, strict=True))
 
-    return jax.pure_callback(run, tuple(out_shape), *arrays)
+    return jax.pure_callback(run, tuple(out_shape), *(argument for argument in arguments if not isinstance(argument, int)))
 
 
 def _garbage(shape: jax.ShapeDtypeStruct) -> np.ndarray:

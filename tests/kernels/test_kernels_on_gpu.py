@@ -6,7 +6,9 @@ An interpreter cannot see wrong layouts or races, and both have given wrong numb
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import re
 from typing import Any
 
 import jax
@@ -14,12 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import GenerateConfig, Kernels, ModelConfig, PromptLookup, Transformer
+from specjax.generate import _generate, prepare_call
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
 from specjax.kernels.cases import arguments, run
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
-from specjax.kernels.shapes import SHAPES, AttentionShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.few_row_linear import Normed, few_row_linear
+from specjax.kernels.shapes import SHAPES, AttentionShape, LinearShape, LowRankShape, SelectionShape, Shape
 from specjax.kernels.triton_call import what_is_missing
+from tests.compiled import instructions_in_loops
 
 # Relative to the largest result. bfloat16: weights and results of 8 bits, as in the reference. float32: another order of sums.
 TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
@@ -49,8 +55,12 @@ def check(shape: Shape, dtype: str, arrays: tuple[jax.Array, ...] | None = None)
         np.testing.assert_allclose(got[1], expected[1], rtol=TOLERANCES["float32"])  # the greatest score; its token may differ at a tie
         assert (np.asarray(got[0]) == np.asarray(expected[0])).mean() > 0.9
     else:
-        got, expected = (np.asarray(x, np.float32) for x in (got, expected))
-        np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
+        jax.tree.map(lambda ours, theirs: _check_close(ours, theirs, dtype), got, expected)
+
+
+def _check_close(got: Any, expected: Any, dtype: str) -> None:
+    got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+    np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
 
 
 def _check_selection(shape: SelectionShape, arrays: Any, got: Any, expected: Any) -> None:
@@ -126,6 +136,46 @@ def check_attention(*arrays: jax.Array, dtype: str, tuning: TuningConfig, **opti
         expected = cached_attention(*arrays, scale=0.1, **options, implementation="reference")
     got, expected = (np.asarray(x, np.float32) for x in (got, expected))
     np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 6, 16, 17, 64])
+@pytest.mark.parametrize("sizes", [(4096, 6144), (1000, 333), (896, 1152)])
+def test_products_of_few_rows_equal_the_reference_on_the_device(sizes: tuple[int, int], rows: int, dtype: str) -> None:
+    for gated, normed in itertools.product((False, True), repeat=2):
+        check(LinearShape(rows=rows, inner=sizes[0], columns=sizes[1], gated=gated, normed=normed), dtype)
+
+
+@pytest.mark.parametrize("cut", ["64:32:4:5:1", "256:16:2:4:1", "128:128:8:3:1", "256:32:4:3:2", "128:64:4:4:8"])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_any_cut_of_a_product_gives_the_same_on_the_device(rows: int, cut: str) -> None:
+    sizes = (rows, 2048), (2048, 2, 96), (2, 96), (rows, 96)
+    x, weight, bias, residual = (jax.random.normal(jax.random.key(index), size, jnp.bfloat16) for index, size in enumerate(sizes))
+    options: dict[str, Any] = dict(bias=bias, residual=residual)
+    for given in (x, Normed(x, jnp.ones(2048, jnp.bfloat16), 1e-6)):
+        got, again = (
+            few_row_linear(given, weight, **options, gated=True, implementation=f"triton@{cut}:{int(rows > 1)}") for _ in range(2)
+        )
+        np.testing.assert_array_equal(got, again)
+        wide, others = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (given, options))
+        _check_close(got, few_row_linear(wide, weight.astype(jnp.float32), **others, gated=True, implementation="reference"), "bfloat16")
+
+
+def test_no_cache_is_copied_in_a_decode_loop_that_writes_it_by_kernel() -> None:
+    sizes: dict[str, Any] = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_layers=2, max_position_embeddings=4096)
+    config = ModelConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=64)
+    capacity, copies = 1536, {}
+    for name in ("reference", "triton"):
+        model = Transformer(config, kernels=Kernels(cache_write=name, projections=name))
+        params = jax.eval_shape(Transformer(config).init_params, jax.random.key(0))
+        settings = GenerateConfig(max_new_tokens=32, num_speculative_tokens=3, cache_capacity=capacity)
+        request, static = prepare_call(model, PromptLookup(), None, [[1] * 100], config=settings)
+        text = _generate.lower(model, PromptLookup(), static, params, None, request, None).compile().as_text()
+        assert text is not None
+        assert ("triton_kernel_call" in text) == (name == "triton")
+        size = f"[1,{config.num_kv_heads},{capacity},{config.head_dim}]"
+        copies[name] = [line for line in instructions_in_loops(text) if re.search(rf"= \w+{re.escape(size)}\S* (copy|copy-start)\(", line)]
+    assert copies == {"reference": [], "triton": []}
 
 
 def test_the_kernel_is_in_the_compiled_program() -> None:

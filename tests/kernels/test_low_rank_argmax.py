@@ -76,10 +76,11 @@ def test_nan_and_infinity_come_out_as_from_arg_max(value: float) -> None:
 
 
 @needs_triton
-def test_the_kernels_refuse_more_rows_and_other_dtypes() -> None:
+def test_the_kernels_leave_more_rows_to_the_reference_and_refuse_other_dtypes() -> None:
     hidden, down, up = case(rows=65, rank=16, vocab=10)
-    with interpreted(), pytest.raises(ValueError, match="up to 64 rows, got 65"):
+    with interpreted():
         low_rank_argmax(hidden, down, up, implementation="triton")
+        assert launches == []
     with interpreted(), pytest.raises(ValueError, match="throughout, got float32, bfloat16"):
         low_rank_argmax(hidden[:1], down, up.astype(jnp.bfloat16), implementation="triton")
 

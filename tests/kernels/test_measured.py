@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.kernels.measured import dispatch, is_triton_fastest, read_table
+from specjax.kernels.measured import dispatch, fastest, read_table
 from specjax.kernels.shapes import SHAPES, AttentionShape, LowRankShape, bucket
 
 SHAPE = AttentionShape(batch=1, rows=6, kv_heads=8, group=4, head_dim=128, slots=16384)
@@ -37,21 +37,21 @@ def on_device(monkeypatch: pytest.MonkeyPatch, kind: str, *, number: int = 1, mi
 def test_a_measurement_stands_for_shapes_of_the_same_powers_of_two_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = table(tmp_path, row(), row(dataclasses.replace(SHAPE, rows=1), implementation="reference"))
     on_device(monkeypatch, "GPU X")
-    assert is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
-    assert is_triton_fastest(dataclasses.replace(SHAPE, rows=5, slots=8200), jnp.bfloat16, table=measured)
+    assert fastest(SHAPE, jnp.bfloat16, table=measured) == "triton"
+    assert fastest(dataclasses.replace(SHAPE, rows=5, slots=8200), jnp.bfloat16, table=measured) == "triton"
     for change in (dict(rows=9), dict(rows=1), dict(slots=8192), dict(batch=2), dict(kept_slots=2048)):
-        assert not is_triton_fastest(dataclasses.replace(SHAPE, **change), jnp.bfloat16, table=measured)
-    assert not is_triton_fastest(SHAPE, jnp.float32, table=measured)
+        assert fastest(dataclasses.replace(SHAPE, **change), jnp.bfloat16, table=measured) == "reference"
+    assert fastest(SHAPE, jnp.float32, table=measured) == "reference"
 
 
 def test_an_unknown_device_several_devices_or_a_missing_package_take_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = table(tmp_path, row())
     on_device(monkeypatch, "GPU Y")
-    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    assert fastest(SHAPE, jnp.bfloat16, table=measured) == "reference"
     on_device(monkeypatch, "GPU X", number=2)
-    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    assert fastest(SHAPE, jnp.bfloat16, table=measured) == "reference"
     on_device(monkeypatch, "GPU X", missing="jax-triton is not there")
-    assert not is_triton_fastest(SHAPE, jnp.bfloat16, table=measured)
+    assert fastest(SHAPE, jnp.bfloat16, table=measured) == "reference"
 
 
 def test_the_table_that_comes_along_can_be_read_and_a_rewritten_one_is_read_again(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_wrong_row_is_named(changes: dict[str, Any], message: str, tmp_path: P
 
 
 def test_auto_runs_the_reference_in_the_kernels_place_on_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specjax.kernels.measured.is_triton_fastest", lambda shape, dtype: True)
+    monkeypatch.setattr("specjax.kernels.measured.fastest", lambda shape, dtype: "triton")
 
     def triton(x: jax.Array) -> jax.Array:
         return x + 100

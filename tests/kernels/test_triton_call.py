@@ -14,18 +14,23 @@ import pytest
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.few_row_linear import few_row_linear
 from specjax.kernels.low_rank_argmax import low_rank_argmax
+from specjax.kernels.rope_and_write import Heads, rope_and_write
 from specjax.kernels.triton_call import triton_call, what_is_missing
 
 QUERY, CACHE, LENGTH = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 1, 32, 16)), jnp.zeros((1,), jnp.int32)
 IDS, COUNTS = jnp.zeros((1, 1, 2), jnp.int32), jnp.ones((1, 1), jnp.int32)
 ONE = jnp.ones((1,), jnp.int32)
+HEADS = Heads(qkv=jnp.ones((1, 2, 1, 4, 16)), cos=jnp.ones((1, 2, 8)), sin=jnp.ones((1, 2, 8)))
 CALLS = {
     "cached_attention": lambda **how: cached_attention(QUERY, CACHE, CACHE, LENGTH, scale=1.0, **how),
     "block_sparse_attention": lambda **how: block_sparse_attention(
         QUERY, CACHE, CACHE, LENGTH, IDS, COUNTS, block_size=16, scale=1.0, **how
     ),
     "block_selection": lambda **how: block_selection(QUERY[:, 0], CACHE, ONE, ONE, ONE, head_blocks=0, max_chosen=2, **how),
+    "few_row_linear": lambda **how: few_row_linear(QUERY[0, 0], jnp.ones((16, 4)), **how),
+    "rope_and_write": lambda **how: rope_and_write(HEADS, CACHE, CACHE, LENGTH, **how),
     "low_rank_argmax": lambda **how: low_rank_argmax(QUERY[0, 0], jnp.ones((4, 16)), jnp.ones((9, 4)), **how),
 }
 
@@ -80,6 +85,9 @@ def test_both_versions_of_jax_triton_are_called_by_their_own_names(name_of_resul
     (result,) = triton_call("some_op", "some_kernel", ONE, **options)
     assert result.shape == (3,)
     assert seen == dict(arrays=(ONE,), kernel="the kernel", results=(shape,), grid=(2,), constants={"SIZE": 4}, options=(8, 2))
+    triton_call("some_op", "some_kernel", ONE, 7, **options, aliases={0: 0})
+    assert seen["arrays"] == (ONE, 7)
+    assert seen["constants"] == {"SIZE": 4, "input_output_aliases": {0: 0}}
 
 
 def test_nothing_is_missing_is_never_said_on_a_cpu() -> None:

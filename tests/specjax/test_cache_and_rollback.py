@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specjax import DraftModel, GenerateConfig, KVCache, SamplingParams, speculative_generate
-from specjax.models.kv_cache import write_layer
+from specjax.kernels.rope_and_write import write_layer
 from specjax.state import Context
 from tests.helpers import (
     FLOAT32_TOLERANCE,

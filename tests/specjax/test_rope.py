@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from specjax import RopeConfig
-from specjax.models.rope import apply_rotary, inverse_frequencies, rotary_angles
+from specjax.kernels.rope_and_write import apply_rotary
+from specjax.models.rope import inverse_frequencies, rotary_angles
 
 LLAMA3 = dict(rope_type="llama3", theta=500000.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 

@@ -23,8 +23,8 @@ from specjax import (
     speculative_generate,
 )
 from specjax.generate import _generate, prepare_call
+from specjax.kernels.rope_and_write import write_slots
 from specjax.models.block_summaries import BlockSummaries
-from specjax.models.kv_cache import write_slots
 from specjax.models.sparse_attention import prepare_cache
 from tests.helpers import (
     FLOAT32_TOLERANCE,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.presets import gpt_oss_20b, llama31_8b, qwen3_30b_a3b
-from specjax import ModelConfig, MoEConfig, Transformer
+from specjax import Kernels, ModelConfig, MoEConfig, Transformer
 from specjax.sparsity.work import Kept, Work, expected_distinct_experts, pass_work
 from tests.helpers import tiny_config
 
@@ -87,7 +87,7 @@ def test_expected_distinct_experts_are_what_even_draws_give() -> None:
 )
 def test_the_operations_are_about_those_that_xla_counts(changes: dict) -> None:
     config: ModelConfig = tiny_config(hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=256, **changes)
-    model = Transformer(config, dtype=jnp.float32, param_dtype=jnp.float32, expert_implementation="dense")
+    model = Transformer(config, dtype=jnp.float32, param_dtype=jnp.float32, kernels=Kernels(experts="dense"))
     params = jax.eval_shape(model.init_params, jax.random.key(0))
     batch, tokens, context = 2, 6, 58
     cache = jax.eval_shape(lambda: model.init_cache(batch_size=batch, capacity=context + tokens))

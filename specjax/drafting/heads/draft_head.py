@@ -12,10 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from specjax.kernels.low_rank_argmax import low_rank_argmax
+
 # Where a drafter's params hold the arrays of its head.
 DRAFT_HEAD = "draft_head"
 # What a head calls the array that says which tokens it knows.
 TOKEN_IDS = "token_ids"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRankFactors:
+    """What scores of all tokens are a product of, `up (down hidden)`.
+
+    Attributes:
+        hidden: `[..., D]`.
+        down: `[R,D]`.
+        up: `[V,R]`.
+    """
+
+    hidden: jax.Array
+    down: jax.Array
+    up: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -27,10 +45,32 @@ class HeadScores:
         logits: `[..., M]` float32.
         token_ids: Which tokens they are, in the target's vocabulary: `[M]` int32, or `[..., M]` if every position has its own; no id twice.
             `None`: M is V, and column i is token i.
+        factors: What `logits` are the product of, or `None`: who wants the best token alone need not have them all. XLA computes no scores
+            that nobody reads.
     """
 
     logits: jax.Array
     token_ids: jax.Array | None = None
+    factors: LowRankFactors | None = None
+
+    def best(self, *, implementation: str = "auto") -> tuple[jax.Array, jax.Array]:
+        """The arg-max of scores `[B,M]`, of equal ones the first.
+
+        Args:
+            implementation: Passed to `low_rank_argmax` where the scores have factors.
+
+        Returns:
+            Tokens `[B]` int32 of the target, and `[B]` bool whether the greatest score is finite; if not, the first column's token stands
+            there.
+        """
+        if self.factors is not None:
+            tokens, greatest = low_rank_argmax(self.factors.hidden, self.factors.down, self.factors.up, implementation=implementation)
+            usable = jnp.isfinite(greatest)
+            return jnp.where(usable, tokens, 0), usable
+        columns = jnp.argmax(self.logits, axis=-1)
+        # A NaN counts as the largest, so one pass over the scores says both which is and whether it is finite.
+        usable = jnp.isfinite(jnp.take_along_axis(self.logits, columns[:, None], axis=-1)[:, 0])
+        return self.tokens(jnp.where(usable, columns, 0)), usable
 
     def tokens(self, columns: jax.Array) -> jax.Array:
         """`[...]` int32 columns → `[...]` int32 token ids of the target."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checks import require_size
-from specjax.drafting.heads.draft_head import HeadScores
+from specjax.drafting.heads.draft_head import HeadScores, LowRankFactors
 from specjax.models.layers import PROJECTION_INIT, head_product
 
 
@@ -59,13 +59,13 @@ class LowRankHead:
 
     def scores(self, params: Mapping[str, jax.Array], hidden: jax.Array, shared_head: jax.Array | None = None) -> HeadScores:
         """See `DraftHead.scores`."""
-        return HeadScores(low_rank_logits(params, hidden))
+        return HeadScores(low_rank_logits(params, hidden), factors=LowRankFactors(hidden, params["down"], params["up"]))
 
     def training_scores(
         self, params: Mapping[str, jax.Array], hidden: jax.Array, shared_head: jax.Array | None = None
     ) -> tuple[HeadScores, ...]:
         """See `DraftHead.training_scores`."""
-        return (self.scores(params, hidden),)
+        return (HeadScores(low_rank_logits(params, hidden)),)
 
 
 def low_rank_logits(params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:

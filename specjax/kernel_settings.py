@@ -1,0 +1,65 @@
+"""Which implementation of each operation a model runs: `Transformer(kernels=Kernels(attention="reference"))`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specjax.checks import require
+from specjax.kernels import cached_attention, expert_products, few_row_linear, low_rank_argmax, rope_and_write
+
+_OPERATIONS = dict(
+    attention=cached_attention, projections=few_row_linear, cache_write=rope_and_write, experts=expert_products, draft_head=low_rank_argmax
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """A name for each kind of operation.
+
+    `"auto"` takes what was measured to be the fastest on this device at this shape, and the reference where nothing was measured.
+    `"reference"` is XLA's. `"triton"` raises where it cannot run, and says what is missing; passes of more rows than a kernel is for, such
+    as a prefill, are the reference's all the same. `"triton@..."` also says how the work is cut; see each operation. With several devices
+    `"auto"` is the reference, and a forced kernel would gather what is sharded.
+
+    Attributes:
+        attention: `cached_attention`, `block_sparse_attention` and `block_selection` (which is never cut otherwise).
+        projections: `few_row_linear`: queries, keys and values, output, gate and up, down, and a drafter's fusion of features, with the
+            norm before and the residual behind them.
+        cache_write: `rope_and_write`.
+        experts: `expert_products`. For gradients through a mixture of experts `"dense"`.
+        draft_head: `low_rank_argmax`, the greedy pick of a low-rank draft head.
+
+    Raises:
+        ValueError: An implementation that an operation does not have.
+    """
+
+    attention: str = "auto"
+    projections: str = "auto"
+    cache_write: str = "auto"
+    experts: str = "auto"
+    draft_head: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, operation in _OPERATIONS.items():
+            value, known = getattr(self, name), operation.IMPLEMENTATIONS
+            bare = value.partition("@")[0] if isinstance(value, str) else value
+            require(bare in known, f"Kernels.{name} must be one of {known}, got {value!r}")
+
+    @classmethod
+    def of(cls, text: str) -> Kernels:
+        """From a text, such as a command line has it.
+
+        Args:
+            text: One implementation for all operations that have it, such as `"reference"`, or fields as in
+                `"attention=triton+projections=reference"`. What is not named is `"auto"`.
+
+        Raises:
+            ValueError: No operation has that implementation, or no such field.
+        """
+        if "=" not in text:
+            chosen = {name: text for name, operation in _OPERATIONS.items() if text in operation.IMPLEMENTATIONS}
+            require(bool(chosen), f"no operation has the implementation {text!r}")
+            return cls(**chosen)
+        chosen = {word.partition("=")[0]: word.partition("=")[2] for word in text.split("+")}
+        require(set(chosen) <= set(_OPERATIONS), f"expected fields of {', '.join(_OPERATIONS)}, got {text!r}")
+        return cls(**chosen)

@@ -1,0 +1,42 @@
+"""`Kernels`: one setting for all operations, and what is said of one that does not exist."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax import Kernels
+from tests.helpers import random_model, tiny_config
+
+
+def test_one_implementation_is_for_all_operations_that_have_it() -> None:
+    assert Kernels.of("auto") == Kernels()
+    assert Kernels.of("dense") == Kernels(experts="dense")
+    assert Kernels.of("reference").experts == "reference"
+    everything = Kernels(attention="triton", projections="triton", cache_write="triton", draft_head="triton")
+    assert Kernels.of("triton") == everything
+    some = Kernels(attention="triton@2:64:4:3", projections="reference")
+    assert Kernels.of("attention=triton@2:64:4:3+projections=reference") == some
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "no operation has the implementation 'fast'"),
+        ("attention=fast", r"Kernels.attention must be one of \('auto', 'reference', 'triton'\), got 'fast'"),
+        ("norms=triton", "expected fields of attention, projections, cache_write, experts, draft_head, got 'norms=triton'"),
+    ],
+)
+def test_what_does_not_exist_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Kernels.of(text)
+
+
+@pytest.mark.parametrize("field", ["attention", "projections", "cache_write"])
+def test_a_forced_kernel_without_a_device_says_what_is_missing_before_anything_runs(field: str) -> None:
+    model, params = random_model(tiny_config(num_layers=1, head_dim=16))
+    model = model.clone(kernels=Kernels(**{field: "triton"}))
+    cache = model.init_cache(batch_size=1, capacity=4)
+    with pytest.raises(ValueError, match="needs a CUDA device, and JAX computes on 'cpu' here"):
+        jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32), cache))
