@@ -40,6 +40,7 @@ class SparseWords:
         hybrid: Several at once: share of attention, share of channels and skipped experts, joined with `+`; `-` is dense. `0.25+0.6+-`.
         block_size: Tokens a block.
         dense_below: Contexts of up to so many tokens are read whole.
+        budget: Of attention, "head" or "layer": who shares the blocks that are kept. Not of controls and calibrated settings.
         anchors: Layers that choose, where layers reuse; none given are those of `calibration`, or else the first three and every fourth.
         refresh_every: Every so many steps one is dense, and replaces what sparse ones wrote; 0 is never. Not of calibrated settings.
         calibration: The JSON of the experiment `calibrate`, for anchors, for thresholds, and for `agreements`.
@@ -54,6 +55,7 @@ class SparseWords:
     hybrid: tuple[str, ...] = ()
     block_size: int = 64
     dense_below: int = 2048
+    budget: str = "head"
     anchors: tuple[int, ...] = ()
     refresh_every: int = 0
     calibration: str | None = path_field()
@@ -198,10 +200,12 @@ class _Maker:
         return SparseAttention(block_size=self.words.block_size, keep=keep, dense_below=self.words.dense_below, **changes)
 
     def attention(self, keep: float, reuse: str) -> NamedSparsity:
-        sparsity = SparsityConfig(attention=self.blocks(keep, rows="first" if reuse in ("tokens", "both") else "each"))
+        rows = "first" if reuse in ("tokens", "both") else "each"
+        sparsity = SparsityConfig(attention=self.blocks(keep, rows=rows, budget=self.words.budget))
         if reuse in ("layers", "both"):
             sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=self.anchors or default_anchors(self.model, sparsity)))
-        return NamedSparsity("attention", f"{keep:g}", REUSES[reuse], sparsity)
+        shared = "" if self.words.budget == "head" else " of a layer"
+        return NamedSparsity("attention", f"{keep:g}{shared}", REUSES[reuse], sparsity)
 
     def control(self, keep: float, control: str) -> NamedSparsity:
         return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=self.blocks(keep, score=control)))

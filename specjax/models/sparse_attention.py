@@ -80,7 +80,7 @@ class SparsePass:
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer leaves anything out. Where the budget holds every block of the cache none does: there is nothing to choose."""
-        most = self.settings.max_chosen(capacity=self.cache.capacity, num_rows=self.num_rows)
+        most = self.settings.max_kept(capacity=self.cache.capacity, num_rows=self.num_rows)
         return most < self.cache.capacity // self.settings.block_size and layer in self.sparsity.attention_layers(self.model)
 
     def attend(self, layer: int, earlier: list[LayerCache]) -> Attend:

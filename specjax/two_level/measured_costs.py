@@ -28,9 +28,6 @@ from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.two_level.lossless import Lossless
 from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
-# Cycles of the long loop; the short one has one.
-_CYCLES = 3
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoLevelCosts:
@@ -111,8 +108,9 @@ def measure_costs(
 ) -> TwoLevelCosts:
     """Runs the loops that `speculative_generate` would run behind these prompts, and times them. Compiles four programs.
 
-    A time is marginal: that of a loop of `num_steps` steps less that of one step, over the difference; likewise of one cycle and of three,
-    each of `max_steps` sparse steps and their check. Medians. Beside the caches of a call the memory of as many again is needed.
+    A time is marginal: that of a loop of `num_steps` steps less that of one step, over the difference; likewise of one cycle and of
+    as many as make so many steps, at least three, each of `max_steps` sparse steps and their check. Medians. Beside the caches of a call
+    the memory of as many again is needed.
 
     Example:
         >>> costs = measure_costs(target, params, drafter, drafter_params, prompts, config=config)  # of a config with lossless sparsity
@@ -141,7 +139,8 @@ def measure_costs(
         raise ValueError("measure_costs needs config.sparsity.lossless: without it nothing is checked")
     require(is_int(num_steps, 2) and is_int(repeats, 1), f"measure_costs needs num_steps >= 2 and repeats >= 1, got {num_steps}, {repeats}")
     num_drafted = 0 if drafter is None else config.num_speculative_tokens
-    room = max(num_steps * (num_drafted + 1), _CYCLES * (lossless.max_provisional(num_drafted) + 1))
+    num_cycles = 1 + max(2, num_steps // lossless.max_steps)
+    room = max(num_steps * (num_drafted + 1), num_cycles * (lossless.max_provisional(num_drafted) + 1))
     config = dataclasses.replace(
         config,
         max_new_tokens=room,
@@ -162,7 +161,7 @@ def measure_costs(
         return _loop(lambda params, state: decode_step(target, drafter, how, params[0], params[1], request, state))
 
     loops = {name: loop(how) for name, how in static.items()}
-    times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": _CYCLES}, repeats)
+    times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
     check_ms = times["cycle"] - lossless.max_steps * times["sparse"]
     try:
         return TwoLevelCosts(dense_ms=times["dense"], sparse_ms=times["sparse"], check_ms=check_ms, max_steps=lossless.max_steps)

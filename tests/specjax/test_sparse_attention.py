@@ -92,7 +92,12 @@ def test_a_pass_that_keeps_everything_is_the_dense_pass_at_every_length(num_draf
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(rows="each", score="bounds"), *(pytest.param(x, marks=FULL) for x in (dict(rows="union"), dict(rows="mean", score="oracle")))],
+    [
+        dict(rows="each", score="bounds"),
+        pytest.param(dict(rows="union"), marks=FULL),
+        pytest.param(dict(rows="mean", score="oracle"), marks=FULL),
+        pytest.param(dict(budget="layer"), marks=FULL),
+    ],
 )
 def test_a_pass_that_keeps_everything_is_dense_whoever_chooses(changes: dict) -> None:
     model, params = tiny_target()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from fractions import Fraction
@@ -45,6 +46,9 @@ def test_static_widths_are_clamped_to_the_blocks_there_are() -> None:
     union = SparseAttention(block_size=8, keep=0.25, dense_below=16, head_blocks=1, tail_blocks=1, rows="union")
     assert union.max_read(capacity=80, num_rows=2) == 5  # 2 * 4, less the three that both keep in any case
     assert union.max_read(capacity=80, num_rows=9) == 10
+    layer = dataclasses.replace(settings, budget="layer", head_limit=1.3)
+    assert (layer.max_kept(capacity=80, num_rows=4), layer.max_chosen(capacity=80, num_rows=4)) == (4, 6)  # 5.2, rounded up
+    assert layer.max_chosen(capacity=16, num_rows=4) == 2
 
 
 BAD = [
@@ -57,6 +61,8 @@ BAD = [
     (SparseAttention, "tail_blocks", -2, "SparseAttention.tail_blocks must be an int of at least 0, got -2"),
     (SparseAttention, "score", "quest", "SparseAttention.score must be one of .* got 'quest'"),
     (SparseAttention, "group", "sum", "SparseAttention.group must be one of .* got 'sum'"),
+    (SparseAttention, "budget", "model", "SparseAttention.budget must be one of .* got 'model'"),
+    (SparseAttention, "head_limit", 0.5, "SparseAttention.head_limit must be a finite number of at least 1, got 0.5"),
     (SparseAttention, "rows", "last", "SparseAttention.rows must be one of .* got 'last'"),
     (Reuse, "anchors", (3, 1), r"Reuse.anchors must be None or an increasing tuple of layers, got \(3, 1\)"),
     (Reuse, "anchors", [0], r"Reuse.anchors must be None or an increasing tuple of layers, got \[0\]"),
