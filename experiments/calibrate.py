@@ -32,6 +32,7 @@ from experiments.models import Model, load_model
 from experiments.texts import running_texts
 from specjax import Reuse, SparseAttention, SparseFFN, SparseMoE, SparsityConfig
 from specjax.sparsity.agreement import measure_agreement
+from specjax.sparsity.calibrated_for import CalibratedFor
 from specjax.sparsity.calibration import MLPSamples, choose_anchors, sample_mlp
 from specjax.sparsity.selection_samples import SelectionSamples, sample_selections
 
@@ -101,6 +102,7 @@ def run(config: Config) -> Iterator[dict]:
     if length > window:
         raise ExperimentError(f"context + measured + 1 = {length} tokens exceed the target's window of {window}")
     tokens = running_texts(config.data, target, number=config.num_texts, length=length, seed=config.seed)
+    made_for = calibrated_for(target)
     about = {
         "model": target.name,
         "implementation": config.implementation,
@@ -113,11 +115,17 @@ def run(config: Config) -> Iterator[dict]:
     if config.keeps:
         samples = selections(config, target, tokens)
         anchors, row = shared_choices(config, samples)
-        yield about | row
+        yield about | row | {"calibrated_for": dataclasses.asdict(made_for)}
     networks = sample_networks(config, target, tokens)
-    yield about | thresholds(config, target, networks)
+    yield about | thresholds(config, target, networks) | {"calibrated_for": dataclasses.asdict(made_for)}
     for name, sparsity in settings(config, target, anchors, networks).items():
         yield about | measure(config, target, tokens, name, sparsity)
+
+
+def calibrated_for(target: Model) -> CalibratedFor:
+    """The target, as settings remember it."""
+    metadata = None if target.checkpoint is None else target.checkpoint.metadata
+    return CalibratedFor.of(target.model.config, name=target.name, metadata=metadata)
 
 
 def selections(config: Config, target: Model, tokens: np.ndarray) -> SelectionSamples:
@@ -192,7 +200,8 @@ def settings(config: Config, target: Model, anchors: tuple[int, ...] | None, sam
         for _, value in parts:
             whole |= _together(value, reuse)
         found["together " + ", ".join(f"{label:g}" for label, _ in parts)] = whole
-    return {name: SparsityConfig(**parts, refresh_every=config.refresh_every) for name, parts in found.items()}
+    common: dict[str, Any] = dict(refresh_every=config.refresh_every, calibrated_for=calibrated_for(target))
+    return {name: SparsityConfig(**parts, **common) for name, parts in found.items()}
 
 
 def _channels(target: Model, samples: MLPSamples, keep: float) -> dict[str, SparseFFN]:

@@ -28,7 +28,7 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import LoadedDrafter, Model, load_drafter, load_model
 from experiments.sparse_comparison import check_window, decoding_speed, keep_ratio, ratio
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, laid_out_for, named_settings
+from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, check_weights, laid_out_for, named_settings
 from experiments.tasks import TaskSource
 from experiments.timed_ways import timed_ways
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way
@@ -110,6 +110,7 @@ def run(config: Config) -> Iterator[dict]:
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.target, **options)
     settings = named_settings(config, target.model.config)
+    check_weights(settings, config, target)
     if target.checkpoint is None:
         yield from timed_ways(config, target, settings)
         return

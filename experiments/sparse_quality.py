@@ -26,7 +26,7 @@ from typing import Any
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import load_drafter, load_model
 from experiments.sparse_comparison import Comparison, Pair, sample_texts
-from experiments.sparse_settings import SparseWords, named_settings
+from experiments.sparse_settings import SparseWords, check_weights, named_settings
 from experiments.tasks import TaskSource
 
 NO_DRAFTER = "none"
@@ -102,6 +102,7 @@ def run(config: Config) -> Iterator[dict]:
     if config.needs_samples(target.model.config):
         samples = sample_texts(target, Path(config.calibration_text))
     settings = named_settings(config, target.model.config, samples)
+    check_weights(settings, config, target)
     drafter = None if config.drafter == NO_DRAFTER else load_drafter(config.drafter, target, **options)
     pair = Pair(
         target=target,
