@@ -226,7 +226,7 @@ def _compare(
     def refresh_pass(dense: KVCache) -> TargetPass:
         rows = sparsity.refresh_rows(num_rows - 1)
         start = dense.length + num_rows - rows
-        reads = None if sparsity.attention is None else dense_reads(dense.with_length(start), sparsity.attention, rows)
+        reads = None if sparsity.attention is None else dense_reads(dense.with_length(start), sparsity.attention, rows, target.config)
         return TargetPass(reads=reads, mlp_work=(None,) * target.config.num_layers, context=start, num_tokens=rows)
 
     def up_to_refresh(carry: Any) -> Any:
