@@ -28,6 +28,7 @@ from experiments.models import load_drafter, load_model
 from experiments.sparse_comparison import Comparison, Pair, sample_texts
 from experiments.sparse_settings import SparseWords, check_weights, named_settings
 from experiments.tasks import TaskSource
+from experiments.trade_off import trade_off
 
 NO_DRAFTER = "none"
 
@@ -167,11 +168,13 @@ def columns(row: dict) -> dict:
 
 
 def plots(rows: list[dict]) -> dict[str, Any]:
-    """Scores against what is kept: a figure for each task and metric, a line for each method and reuse."""
+    """Scores against what is kept, a figure for each task and metric; and speed against agreement, `trade-off`."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(f"{row['dataset']}-{row['metric']}", []).append(row)
-    return {name: lambda axes, group=group: _draw(axes, group) for name, group in groups.items()}
+    figures: dict[str, Any] = {name: lambda axes, group=group: _draw(axes, group) for name, group in groups.items()}
+    both = trade_off(rows)
+    return figures if both is None else {"trade-off": both} | figures
 
 
 def _draw(axes: Any, rows: list[dict]) -> None:
