@@ -13,12 +13,14 @@ negative log-likelihood in nats a token: lower is better, and its exponential is
 
 `keep_ratio` is measured: blocks read, channels computed or experts taken over all. `flops_ratio` and `bytes_ratio` compare the mean
 verification pass with a dense one, by counting (`specjax.sparsity.work`). Speeds count from each prompt's first token on: the prefill
-is dense for all. `context` is the mean length of the prompts, in tokens.
+is dense for all, and shared (`share_prefill`), so that each prompt's second token comes of a dense pass too. `context` is the mean length
+of the prompts, in tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,8 @@ class Config(SparseWords):
         repeats: Timed runs a batch; the median counts.
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
+        share_prefill: All settings go on from caches that took the prompts in once: memory for the caches of all prompts is needed.
+            `false`: each setting takes each prompt in anew.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
 
@@ -77,6 +81,7 @@ class Config(SparseWords):
     repeats: int = 1
     resamples: int = 10_000
     compile_threads: int = 4
+    share_prefill: bool = True
     cache_dir: str | None = local_field()
 
 
@@ -115,6 +120,8 @@ def run(config: Config) -> Iterator[dict]:
         resamples=config.resamples,
         compile_threads=config.compile_threads,
         implementation=config.implementation,
+        block_size=math.lcm(*(named.sparsity.attention.block_size for named in settings if named.sparsity.attention)),
+        share_prefill=config.share_prefill,
     )
     for task in tasks:
         comparison = Comparison.build(pair, task, source.encode(task), tokenizer, settings)
