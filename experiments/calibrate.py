@@ -2,8 +2,8 @@
 
 Command: python -m experiments.run calibrate target=TARGET data=TEXT.txt --record
 Hardware: one H200 for an 8B target in bfloat16
-Time: not measured on a GPU yet; a program compiles for each setting
-Result: none on record yet
+Time: 13 minutes for SmolLM2-135M behind 768 tokens on two CPU cores that had other work; not measured on a GPU yet
+Result: of SmolLM2-135M (`calibrate_smollm2.json`), 0.79 to 0.83 of the tokens stay where attention keeps 0.25 to 0.41 of the blocks
 
 Passes over texts find the layers that choose blocks anew ("anchors", by a greedy scan over the Jaccard similarity of layers' choices;
 `theta`), the thresholds of channels that come to wished shares (`ffn_keeps`) and those of experts (`quantile`). Then each setting of

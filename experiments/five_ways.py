@@ -6,9 +6,10 @@ Time: not measured on a GPU yet; a way takes a compilation and a decode of all p
 Result: none on record yet
 
 The ways are plain decoding, plain decoding over a part of the cache, dense verification of drafts, sparse verification (both lossy where
-sparse), and two levels, whose output is that of dense verification. All decode the same prompts, greedily, in one process, through the same
-prefill, which is dense and does not count. `same_text` is the share of prompts whose tokens are those of plain dense decoding. Two levels
-decide by times of steps and checks that are measured first, behind one batch of the prompts (`measured_costs=false`: by bytes).
+sparse), and two levels, whose output is that of dense verification. All decode the same prompts, greedily, in one process, and go on from
+one prefill, which is dense and does not count (each prompt's second token comes of a dense pass too). `same_text` is the share of prompts
+whose tokens are those of plain dense decoding. Two levels decide by times of steps and checks that are measured first, behind one batch of
+the prompts (`measured_costs=false`: by bytes).
 
 With a preset as the target weights and contexts are random, and acceptance is made up (SYNTHETIC) at both levels: of the drafter's tokens,
 and, by dense passes, of what sparse steps committed (`assumed_dense_acceptance`). That is for times alone, of the real loop's steps: see
@@ -18,15 +19,16 @@ and, by dense passes, of what sparse steps committed (`assumed_dense_acceptance`
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from experiments.decoding import Decoded, Decoder
+from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import LoadedDrafter, Model, load_drafter, load_model
-from experiments.sparse_comparison import check_window, decoding_speed, keep_ratio, ratio
+from experiments.sparse_comparison import PADDING, check_window, decoding_speed, keep_ratio, ratio
 from experiments.sparse_quality import speed_of
 from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, check_weights, laid_out_for, named_settings
 from experiments.tasks import TaskSource
@@ -135,18 +137,26 @@ class Workload:
         """Way by way."""
         plain: Decoded | None = None
         dense: Decoded | None = None
-        prefill_seconds = 0.0
+        prefilled = self.prefilled()
         for way in WAYS:
             for named in settings if way.sparse else [None]:
                 costs = self.costs(named) if way.checked and named is not None and self.config.measured_costs else None
-                decoder = self.decoder(way, named, costs)
-                decoded = decoder(self.prompts, repeats=self.config.repeats)
+                decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
                 if way == PLAIN:
-                    plain, prefill_seconds = decoded, decoder.prefill_seconds(self.prompts, repeats=self.config.repeats)
+                    plain = decoded
                 if way == DENSE_VERIFICATION:
                     dense = decoded
                 assert plain is not None, "the first way, which the others are held against"
-                yield self.row(way, named, costs, decoded, plain, dense, prefill_seconds)
+                yield self.row(way, named, costs, decoded, plain, dense)
+
+    def prefilled(self) -> Prefilled:
+        """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""
+        config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
+        behind = config.new_tokens + config.max_sparse_steps * num_rows + num_rows + PADDING
+        step = math.lcm(64, config.block_size)
+        static = dataclasses.replace(self.static(DENSE), cache_capacity=-(-(width + behind) // step) * step)
+        sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
+        return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 
     def costs(self, named: NamedSparsity) -> TwoLevelCosts:
         """Times of steps and checks behind the first prompts.
@@ -174,7 +184,7 @@ class Workload:
         sizes: dict[str, Any] = dict(max_new_tokens=self.config.new_tokens, num_speculative_tokens=self.config.num_speculative_tokens)
         return GenerateConfig(**sizes, sparsity=sparsity)
 
-    def decoder(self, way: Way, named: NamedSparsity | None, costs: TwoLevelCosts | None) -> Decoder:
+    def decoder(self, way: Way, named: NamedSparsity | None, costs: TwoLevelCosts | None, prefilled: Prefilled) -> Decoder:
         """Compiles one way."""
         config = self.config
         sparsity = DENSE if named is None else named.sparsity
@@ -185,7 +195,9 @@ class Workload:
         width = bucket(max(map(len, self.prompts)))
         # No EOS: every way writes as much, and so over contexts as long.
         target = laid_out_for(self.target, sparsity, self.made)
-        return Decoder(target, drafter, params, config=self.static(sparsity), batch=self.batch, width=width, eos_token_ids=())
+        static = dataclasses.replace(self.static(sparsity), cache_capacity=prefilled.batches[0].target_cache.capacity)
+        sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
+        return Decoder(target, drafter, params, eos_token_ids=(), prefilled=prefilled, **sizes)
 
     def row(
         self,
@@ -195,13 +207,12 @@ class Workload:
         decoded: Decoded,
         plain: Decoded,
         dense: Decoded | None,
-        prefill_seconds: float,
     ) -> dict[str, Any]:
         """What one way came to."""
         counts = decoded.statistics.summary()
         levels: dict[str, Any] = counts.get("two_level", {})
-        speed, plain_speed = (decoding_speed(found, prefill_seconds) for found in (decoded, plain))
-        dense_speed = None if dense is None else decoding_speed(dense, prefill_seconds)
+        speed, plain_speed = (decoding_speed(found, 0.0) for found in (decoded, plain))
+        dense_speed = None if dense is None else decoding_speed(dense, 0.0)
         same = [ours == theirs for ours, theirs in zip(decoded.tokens, plain.tokens, strict=True)]
         cycles = levels.get("dense_passes", 0) + levels.get("dense_steps", 0)
         return {

@@ -30,7 +30,7 @@ from specjax.sparsity.calibration import MLPSamples, sample_mlp
 # The metric of what really follows a text.
 NATS_PER_TOKEN = "nats_per_token"
 # Columns that a call without a prompt still takes in, and slots beside them.
-_PADDING = 64
+PADDING = 64
 # A text of so many tokens settles medians and quantiles to a percent or two.
 _CALIBRATION_ROWS, _CALIBRATION_TOKENS = 16, 512
 
@@ -78,8 +78,8 @@ class Pair:
             return None
         # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
         step = math.lcm(64, self.block_size)
-        room = longest + 2 * self.num_speculative_tokens + _PADDING
-        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + _PADDING) // step) * step)
+        room = longest + 2 * self.num_speculative_tokens + PADDING
+        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + PADDING) // step) * step)
         drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
         return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
 

@@ -1,7 +1,8 @@
 """Records the times of sparse verification at the 8B shape, which need no weights: `python -m experiments.sparse_times`.
 
 Runs `sparse_latency` (a verification, sparse beside dense) and `five_ways` with the preset as its target (whole steps of the real loop, and
-cycles of two levels), and writes `sparse_latency.json` and `five_ways_8b.json`. Words are settings of both where both have them.
+cycles of two levels), and writes `sparse_latency.json` and `five_ways_8b.json`. Words are settings of both where both have them;
+`five_ways.batches=1` is one of that experiment alone.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ def main(
 ) -> None:
     """Runs both."""
     given = dict(word.split("=", 1) for word in settings or [])
-    plans = {}
+    unknown, plans = set(given), {}
     for (name, save_as), defaults in PARTS.items():
         fields = {field.name for field in dataclasses.fields(load(name).config_type)}
-        plans[name, save_as] = {key: value for key, value in (defaults | given).items() if key in fields}
-    unknown = sorted(set(given) - {key for plan in plans.values() for key in plan})
+        alone = {key.removeprefix(f"{name}."): value for key, value in given.items() if key.startswith(f"{name}.")}
+        plan = {key: value for key, value in (defaults | given | alone).items() if key in fields}
+        plans[name, save_as] = plan
+        unknown -= {*plan, *(f"{name}.{key}" for key in plan)}
     if unknown:
-        raise typer.BadParameter(f"neither experiment has a setting {', '.join(unknown)}")
+        raise typer.BadParameter(f"neither experiment has a setting {', '.join(sorted(unknown))}")
     for (name, save_as), plan in plans.items():
         print(f"== {name}", flush=True)
         run.main(name, [f"{key}={value}" for key, value in plan.items()], record=record, save_as=save_as, out=out, sha=sha)

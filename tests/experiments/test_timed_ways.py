@@ -95,10 +95,10 @@ def test_steady_rates_and_drafters_that_cannot_be_are_refused():
 def test_one_command_gives_both_experiments_the_settings_that_they_have(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(sparse_times.run, "main", lambda name, words, **options: calls.append((name, words, options["save_as"])))
-    sparse_times.main(["contexts=64", "rows=3", "dense_acceptances=0.5"], out=tmp_path)
+    sparse_times.main(["contexts=64", "rows=3", "dense_acceptances=0.5", "five_ways.batches=2"], out=tmp_path)
     (latency, ways) = calls
     assert latency == ("sparse_latency", ["model=llama31_8b", "contexts=64", "rows=3", "dense_acceptances=0.5"], "sparse_latency")
     assert ways[::2] == ("five_ways", "five_ways_8b")
-    assert set(ways[1]) == {"target=llama31_8b", "drafter=eagle3", "batches=1,8", "contexts=64", "dense_acceptances=0.5"}
+    assert set(ways[1]) == {"target=llama31_8b", "drafter=eagle3", "batches=2", "contexts=64", "dense_acceptances=0.5"}
     with pytest.raises(Exception, match="neither experiment has a setting nonsense"):
         sparse_times.main(["nonsense=1"], out=tmp_path)
