@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,16 +159,15 @@ class Workload:
         sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
         return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 
-    def costs(self, named: NamedSparsity) -> TwoLevelCosts:
+    def costs(self, named: NamedSparsity) -> TwoLevelCosts | None:
         """Times of steps and checks behind the first prompts.
 
-        Raises:
-            ExperimentError: Times that are lost in noise, or no room in the target's window behind the prompts.
+        `None`, and a line on standard error, where they are lost in noise or the target's window has no room for the loops.
         """
         target = laid_out_for(self.target, named.sparsity, self.made)
         prompts = (self.prompts * self.batch)[: self.batch]
         try:
-            return measure_costs(
+            costs = measure_costs(
                 target.model,
                 target.params,
                 self.drafter.drafter,
@@ -177,7 +177,10 @@ class Workload:
                 repeats=self.config.repeats,
             )
         except ValueError as error:
-            raise ExperimentError(f"two levels, {named.name}: {error}") from None
+            print(f"{named.name}: two levels decide by bytes, their costs are not known: {error}", file=sys.stderr)
+            return None
+        print(f"{named.name}: {costs.describe(tokens_per_step=self.config.mean_acceptance_length)}", file=sys.stderr)
+        return costs
 
     def static(self, sparsity: Any) -> GenerateConfig:
         """A way's static choices."""
