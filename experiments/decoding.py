@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.models import Model
-from specjax import GenerateConfig, SamplingParams, Statistics, speculative_generate
+from specjax import GenerateConfig, SamplingParams, SparsityConfig, Statistics, speculative_generate
 from specjax.drafting.drafter import Drafter
+from specjax.models.kv_cache import KVCache
+from specjax.state import Continuation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,61 @@ class Decoded:
         return self.num_tokens / self.seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """Prompts that have been taken in densely, once for all decoders that go on from there. Holds the caches of all of them.
+
+    Attributes:
+        first: Each prompt's first new token.
+        batches: Where each batch of prompts can be continued; rows beyond the last prompt hold a token that means nothing.
+    """
+
+    first: list[int]
+    batches: list[Continuation]
+
+    @classmethod
+    def of(
+        cls,
+        target: Model,
+        drafter: Drafter | None,
+        drafter_params: dict | None,
+        prompts: Sequence[Sequence[int]],
+        *,
+        config: GenerateConfig,
+        batch: int,
+        width: int,
+    ) -> Prefilled:
+        """Takes them in.
+
+        Args:
+            target: The target model.
+            drafter: The drafter that will go on, or `None`.
+            drafter_params: Its params.
+            prompts: Token ids.
+            config: Of the calls that will go on, with the `cache_capacity` of all of them.
+            batch: Prompts at a time.
+            width: Columns that every prompt is padded to.
+        """
+        static = dataclasses.replace(config, max_new_tokens=1, sparsity=SparsityConfig())
+        first, batches = [], []
+        for index in range(0, len(prompts), batch):
+            rows = prompts[index : index + batch]
+            padded, lengths = np.zeros((batch, width), np.int32), np.ones((batch,), np.int32)
+            for row, prompt in enumerate(rows):
+                padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            call = (target.model, target.params, drafter, drafter_params, padded)
+            output = speculative_generate(*call, prompt_lengths=lengths, config=static, ignore_eos=True)
+            first += np.asarray(output.tokens)[: len(rows), 0].tolist()
+            batches.append(output.continuation)
+        return cls(first, batches)
+
+    def cache(self, index: int) -> KVCache:
+        """One prompt's cache of the target, `[1,...]`."""
+        batch = self.batches[0].context.length.shape[0]
+        row = index % batch
+        return jax.tree.map(lambda x: x[row : row + 1], self.batches[index // batch].target_cache)
+
+
 class Decoder:
     """Calls `speculative_generate` with batches of one shape, so that all of them are one program.
 
@@ -78,6 +135,7 @@ class Decoder:
         eos_token_ids: Sequence[int],
         temperature: float = 0.0,
         seed: int = 0,
+        prefilled: Prefilled | None = None,
     ) -> None:
         """Compiles.
 
@@ -91,10 +149,13 @@ class Decoder:
             eos_token_ids: What ends a row.
             temperature: Where `config.do_sample`.
             seed: Likewise.
+            prefilled: The prompts that it will be called with, to go on from: each one's first token is there, the next one comes of a
+                dense pass too, and no prefill is in its times.
         """
         self._target, self._drafter, self._drafter_params = target, drafter, drafter_params
         self._config, self._batch, self._width = config, batch, width
         self._eos, self._temperature, self._rng = list(eos_token_ids), temperature, jax.random.key(seed)
+        self._prefilled = prefilled
         begin = time.perf_counter()
         self._call([[0]], limit=min(config.max_new_tokens, 2 * (config.num_speculative_tokens + 1)), index=0)
         self.compile_s = time.perf_counter() - begin
@@ -111,7 +172,8 @@ class Decoder:
                 times.append(time.perf_counter() - begin)
             assert output is not None, f"{repeats=} must be at least 1"
             delivered, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
-            tokens += [delivered[row, : lengths[row]].tolist() for row in range(len(rows))]
+            first = [[] for _ in rows] if self._prefilled is None else [[token] for token in self._prefilled.first[index:][: self._batch]]
+            tokens += [first[row] + delivered[row, : lengths[row]].tolist() for row in range(len(rows))]
             counts = np.asarray(output.statistics.accepted_counts)[: len(rows)]
             of_rows = (lengths[: len(rows)], counts.sum(axis=1), counts @ np.arange(counts.shape[1]))
             calls.append(Call(float(np.median(times)), *(tuple(one.tolist()) for one in of_rows)))
@@ -120,12 +182,14 @@ class Decoder:
         return Decoded(tokens, sum(call.seconds for call in calls), statistics, tuple(calls))
 
     def prefill_seconds(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> float:
-        """What the same prompts take up to their first tokens, which is part of `Decoded.seconds`."""
+        """What the same prompts take up to their first tokens, which is part of `Decoded.seconds`; nothing where they were prefilled."""
         return sum(self.prefill_seconds_by_call(prompts, repeats=repeats))
 
     def prefill_seconds_by_call(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> list[float]:
         """Likewise, batch by batch."""
         seconds = []
+        if self._prefilled is not None:
+            return [0.0] * -(-len(prompts) // self._batch)
         for index in range(0, len(prompts), self._batch):
             times = []
             for _ in range(repeats):
@@ -136,6 +200,8 @@ class Decoder:
         return seconds
 
     def _call(self, rows, *, limit, index):
+        if self._prefilled is not None:
+            return self._go_on(len(rows), limit=limit, index=index)
         padded = np.zeros((self._batch, self._width), np.int32)
         lengths, limits = np.ones((self._batch,), np.int32), np.zeros((self._batch,), np.int32)
         for row, prompt in enumerate(rows):
@@ -157,6 +223,27 @@ class Decoder:
             rng=rng,
         )
         # The continuation holds the caches: dropped here, so that the next call has their memory.
+        return jax.block_until_ready(dataclasses.replace(output, continuation=None))
+
+    def _go_on(self, num_rows, *, limit, index):
+        """From where the batch of the prompt `index` was left; rows that began with an EOS have ended."""
+        assert self._prefilled is not None
+        static = dataclasses.replace(self._config, max_new_tokens=self._config.max_new_tokens - 1)
+        limits = np.zeros((self._batch,), np.int32)
+        for row, token in enumerate(self._prefilled.first[index : index + num_rows]):
+            limits[row] = 0 if token in self._eos else limit - 1
+        output = speculative_generate(
+            self._target.model,
+            self._target.params,
+            self._drafter,
+            self._drafter_params,
+            np.zeros((self._batch, 1), np.int32),
+            prompt_lengths=np.zeros((self._batch,), np.int32),
+            config=static,
+            eos_token_ids=self._eos,
+            max_new_tokens=limits,
+            continue_from=self._prefilled.batches[index // self._batch],
+        )
         return jax.block_until_ready(dataclasses.replace(output, continuation=None))
 
 

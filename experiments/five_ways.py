@@ -6,56 +6,38 @@ Time: not measured on a GPU yet; a way takes a compilation and a decode of all p
 Result: none on record yet
 
 The ways are plain decoding, plain decoding over a part of the cache, dense verification of drafts, sparse verification (both lossy where
-sparse), and two levels, whose output is that of dense verification. All decode the same prompts, greedily, in one process, through the same
-prefill, which is dense and does not count. `same_text` is the share of prompts whose tokens are those of plain dense decoding.
+sparse), and two levels, whose output is that of dense verification. All decode the same prompts, greedily, in one process, and go on from
+one prefill, which is dense and does not count (each prompt's second token comes of a dense pass too). `same_text` is the share of prompts
+whose tokens are those of plain dense decoding. Two levels decide by times of steps and checks that are measured first, behind one batch of
+the prompts (`measured_costs=false`: by bytes).
 
-With a preset as the target weights and prompts are random, and acceptance is made up (SYNTHETIC): for times alone. Two levels are left out
-there, because a dense pass over random weights accepts what no real one would: see `sparse_latency` for their times.
+With a preset as the target weights and contexts are random, and acceptance is made up (SYNTHETIC) at both levels: of the drafter's tokens,
+and, by dense passes, of what sparse steps committed (`assumed_dense_acceptance`). That is for times alone, of the real loop's steps: see
+`experiments.timed_ways`. The drafter is then "eagle3", of the shape published for that target, or another preset.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from experiments.decoding import Decoded, Decoder
+from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import LoadedDrafter, Model, load_drafter, load_model
-from experiments.sparse_comparison import check_window, decoding_speed, keep_ratio, ratio
+from experiments.sparse_comparison import PADDING, check_window, decoding_speed, keep_ratio, ratio
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, laid_out_for, named_settings
+from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, check_weights, laid_out_for, named_settings
 from experiments.tasks import TaskSource
-from specjax import GenerateConfig, Lossless, RejectionSampling, SyntheticAcceptance
+from experiments.timed_ways import timed_ways
+from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way
+from specjax import GenerateConfig, Lossless
 from specjax.capacity import bucket
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to decode.
-
-    Attributes:
-        name: What rows call it.
-        drafts: A drafter proposes tokens.
-        sparse: Passes leave something out.
-        checked: Dense passes check what sparse ones commit.
-    """
-
-    name: str
-    drafts: bool
-    sparse: bool
-    checked: bool = False
-
-
-WAYS = (
-    Way("autoregressive, dense", drafts=False, sparse=False),
-    Way("autoregressive, sparse", drafts=False, sparse=True),
-    Way("dense verification", drafts=True, sparse=False),
-    Way("sparse verification", drafts=True, sparse=True),
-    Way("two levels", drafts=True, sparse=True, checked=True),
-)
+from specjax.two_level.measured_costs import TwoLevelCosts, measure_costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +46,31 @@ class Config(SparseWords):
 
     Attributes:
         target: A preset's name, or a checkpoint's path.
-        drafter: Likewise; or "prompt_lookup".
+        drafter: Likewise; or "prompt_lookup", or of a preset "eagle3".
         data: Folders of the task's data.
         task: Where prompts come from; see `experiments.tasks`. Not for a preset.
         library: What the task `long_code` is made of.
         text: What the task `text` is made of.
         prompts: How many.
-        max_prompt_tokens: The most that a prompt has; of a preset's, what each has.
+        max_prompt_tokens: The most that a prompt has.
         new_tokens: Of each prompt; none ends before.
+        contexts: Of a preset, tokens in the cache about where loops end.
+        batches: Prompts decoded together.
         num_speculative_tokens: G.
         max_sparse_steps: Of two levels, the most before a dense pass.
         adapt: Two levels choose how many, up to those, and may verify densely; `false` is always as many.
-        mean_acceptance_length: SYNTHETIC, of a preset.
-        batch: Prompts decoded together.
+        measured_costs: They choose by times that are measured here; of a preset always.
+        mean_acceptance_length: SYNTHETIC, of a preset; in sparse and dense steps alike.
+        dense_acceptances: SYNTHETIC, of a preset: the chances of a token to be kept by the dense level.
         dtype: Compute dtype, and that of random weights.
         implementation: Of the kernels; see `Kernels.of`.
         chat_template: Prompts of chat tasks are user messages in the tokenizer's template; `false` takes them as bare text.
-        repeats: Timed runs a batch; the median counts.
+        repeats: Timed runs a batch, or pairs of loops; the median counts.
+        short_steps: Of a preset, steps of the short loops.
+        long_steps: Of the long loops.
+        short_cycles: Cycles of the short loops with two levels.
+        long_cycles: Of the long loops.
+        compile_threads: Of a preset, programs to compile at a time.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
 
@@ -96,15 +86,23 @@ class Config(SparseWords):
     prompts: int = 8
     max_prompt_tokens: int = 16000
     new_tokens: int = 128
+    contexts: tuple[int, ...] = (8192, 32768, 131072)
+    batches: tuple[int, ...] = (1,)
     num_speculative_tokens: int = 5
     max_sparse_steps: int = 8
     adapt: bool = True
+    measured_costs: bool = True
     mean_acceptance_length: float = 3.0
-    batch: int = 1
+    dense_acceptances: tuple[float, ...] = (0.97, 0.98, 0.99)
     dtype: str = "bfloat16"
     implementation: str = "auto"
     chat_template: bool = True
     repeats: int = 3
+    short_steps: int = 8
+    long_steps: int = 32
+    short_cycles: int = 4
+    long_cycles: int = 16
+    compile_threads: int = 8
     cache_dir: str | None = local_field()
 
 
@@ -114,21 +112,15 @@ def run(config: Config) -> Iterator[dict]:
         raise ExperimentError("five_ways needs target=PATH or a preset")
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
     target = load_model(config.target, **options)
-    workload = Workload(
-        config=config, target=target, drafter=load_drafter(config.drafter, target, **options), prompts=_prompts(config, target)
-    )
-    check_window(target, workload.prompts, config.new_tokens)
     settings = named_settings(config, target.model.config)
-    plain, prefill_seconds = None, 0.0
-    for way in WAYS:
-        if way.checked and workload.synthetic:
-            continue
-        for named in settings if way.sparse else [None]:
-            decoder = workload.decoder(way, named)
-            decoded = decoder(workload.prompts, repeats=config.repeats)
-            if plain is None:  # the first way, which the others are held against
-                plain, prefill_seconds = decoded, decoder.prefill_seconds(workload.prompts, repeats=config.repeats)
-            yield workload.row(way, named, decoded, plain, prefill_seconds)
+    check_weights(settings, config, target)
+    if target.checkpoint is None:
+        yield from timed_ways(config, target, settings)
+        return
+    drafter, prompts = load_drafter(config.drafter, target, **options), _prompts(config, target)
+    check_window(target, prompts, config.new_tokens)
+    for batch in config.batches:
+        yield from Workload(config=config, target=target, drafter=drafter, prompts=prompts, batch=batch).rows(settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,70 +131,124 @@ class Workload:
     target: Model
     drafter: LoadedDrafter
     prompts: list[list[int]]
+    batch: int
     made: dict[str, Model] = dataclasses.field(default_factory=dict)  # weights in another layout, once they are needed
 
-    @property
-    def synthetic(self) -> bool:
-        """Whether acceptance is made up."""
-        return self.target.checkpoint is None
+    def rows(self, settings: list[NamedSparsity]) -> Iterator[dict]:
+        """Way by way."""
+        plain: Decoded | None = None
+        dense: Decoded | None = None
+        prefilled = self.prefilled()
+        for way in WAYS:
+            for named in settings if way.sparse else [None]:
+                costs = self.costs(named) if way.checked and named is not None and self.config.measured_costs else None
+                decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
+                if way == PLAIN:
+                    plain = decoded
+                if way == DENSE_VERIFICATION:
+                    dense = decoded
+                assert plain is not None, "the first way, which the others are held against"
+                yield self.row(way, named, costs, decoded, plain, dense)
 
-    def decoder(self, way: Way, named: NamedSparsity | None) -> Decoder:
+    def prefilled(self) -> Prefilled:
+        """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""
+        config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
+        behind = config.new_tokens + config.max_sparse_steps * num_rows + num_rows + PADDING
+        step = math.lcm(64, config.block_size)
+        static = dataclasses.replace(self.static(DENSE), cache_capacity=-(-(width + behind) // step) * step)
+        sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
+        return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
+
+    def costs(self, named: NamedSparsity) -> TwoLevelCosts | None:
+        """Times of steps and checks behind the first prompts.
+
+        `None`, and a line on standard error, where they are lost in noise or the target's window has no room for the loops.
+        """
+        target = laid_out_for(self.target, named.sparsity, self.made)
+        prompts = (self.prompts * self.batch)[: self.batch]
+        try:
+            costs = measure_costs(
+                target.model,
+                target.params,
+                self.drafter.drafter,
+                self.drafter.params,
+                prompts,
+                config=self.static(dataclasses.replace(named.sparsity, lossless=Lossless(max_steps=self.config.max_sparse_steps))),
+                repeats=self.config.repeats,
+            )
+        except ValueError as error:
+            print(f"{named.name}: two levels decide by bytes, their costs are not known: {error}", file=sys.stderr)
+            return None
+        print(f"{named.name}: {costs.describe(tokens_per_step=self.config.mean_acceptance_length)}", file=sys.stderr)
+        return costs
+
+    def static(self, sparsity: Any) -> GenerateConfig:
+        """A way's static choices."""
+        sizes: dict[str, Any] = dict(max_new_tokens=self.config.new_tokens, num_speculative_tokens=self.config.num_speculative_tokens)
+        return GenerateConfig(**sizes, sparsity=sparsity)
+
+    def decoder(self, way: Way, named: NamedSparsity | None, costs: TwoLevelCosts | None, prefilled: Prefilled) -> Decoder:
         """Compiles one way."""
         config = self.config
-        rule: Any = RejectionSampling()
-        if self.synthetic and way.drafts:
-            rule = SyntheticAcceptance.from_mean_acceptance_length(config.mean_acceptance_length, config.num_speculative_tokens)
         sparsity = DENSE if named is None else named.sparsity
         if way.checked:
-            sparsity = dataclasses.replace(sparsity, lossless=Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt))
-        static = GenerateConfig(
-            max_new_tokens=config.new_tokens, num_speculative_tokens=config.num_speculative_tokens, verification=rule, sparsity=sparsity
-        )
+            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt)
+            sparsity = dataclasses.replace(sparsity, lossless=lossless if costs is None else costs.lossless(adapt=config.adapt))
         drafter, params = (self.drafter.drafter, self.drafter.params) if way.drafts else (None, None)
         width = bucket(max(map(len, self.prompts)))
         # No EOS: every way writes as much, and so over contexts as long.
         target = laid_out_for(self.target, sparsity, self.made)
-        return Decoder(target, drafter, params, config=static, batch=config.batch, width=width, eos_token_ids=())
+        static = dataclasses.replace(self.static(sparsity), cache_capacity=prefilled.batches[0].target_cache.capacity)
+        sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
+        return Decoder(target, drafter, params, eos_token_ids=(), prefilled=prefilled, **sizes)
 
-    def row(self, way: Way, named: NamedSparsity | None, decoded: Decoded, plain: Decoded, prefill_seconds: float) -> dict:
+    def row(
+        self,
+        way: Way,
+        named: NamedSparsity | None,
+        costs: TwoLevelCosts | None,
+        decoded: Decoded,
+        plain: Decoded,
+        dense: Decoded | None,
+    ) -> dict[str, Any]:
         """What one way came to."""
         counts = decoded.statistics.summary()
-        speed, plain_speed = (decoding_speed(found, prefill_seconds) for found in (decoded, plain))
-        made_up = self.synthetic and way.drafts
+        levels: dict[str, Any] = counts.get("two_level", {})
+        speed, plain_speed = (decoding_speed(found, 0.0) for found in (decoded, plain))
+        dense_speed = None if dense is None else decoding_speed(dense, 0.0)
         same = [ours == theirs for ours, theirs in zip(decoded.tokens, plain.tokens, strict=True)]
+        cycles = levels.get("dense_passes", 0) + levels.get("dense_steps", 0)
         return {
             "target": self.target.name,
             "drafter": self.drafter.name if way.drafts else "none",
             "weights": self.target.weights,
             "implementation": self.config.implementation,
-            "synthetic": made_up,
+            "synthetic": False,
             "way": way.name,
-            "lossless": not way.sparse or way.checked,
+            "lossless": way.lossless,
             "method": "" if named is None else named.name,
             "context": float(np.mean([len(prompt) for prompt in self.prompts])) + self.config.new_tokens,
-            "batch": self.config.batch,
+            "batch": self.batch,
             "prompts": len(self.prompts),
             "new_tokens": self.config.new_tokens,
             "mean_acceptance_length": counts["mean_acceptance_length"],
             "keep_ratio": keep_ratio(counts),
-            "dense_acceptance_rate": counts["two_level"]["dense_acceptance_rate"] if "two_level" in counts else None,
-            "steps_between_dense": _steps_between_dense(counts),
-            "same_text": None if made_up else float(np.mean(same)),
+            "dense_acceptance_rate": levels.get("dense_acceptance_rate"),
+            "break_even_dense_acceptance": levels.get("break_even_dense_acceptance"),
+            "step_cost": levels.get("step_cost"),
+            "check_cost": None if costs is None else costs.check_cost,
+            "steps_between_dense": levels["sparse_steps"] / levels["dense_passes"] if levels.get("dense_passes") else None,
+            "dense_step_share": levels["dense_steps"] / cycles if cycles else None,
+            "same_text": float(np.mean(same)),
             "tokens_per_s": speed,
             "ms_per_token": None if speed is None else 1e3 / speed,
             "speedup_over_autoregressive": ratio(speed, plain_speed),
+            "speedup_over_dense_verification": ratio(speed, dense_speed),
         }
 
 
-def _steps_between_dense(counts: dict[str, Any]) -> float | None:
-    levels = counts.get("two_level")
-    return None if levels is None else levels["sparse_steps"] / max(levels["dense_passes"], 1)
-
-
 def _prompts(config: Config, target: Model) -> list[list[int]]:
-    if target.checkpoint is None:
-        sizes = (config.prompts, config.max_prompt_tokens)
-        return np.random.default_rng(0).integers(0, target.model.config.vocab_size, sizes).tolist()
+    assert target.checkpoint is not None
     source = TaskSource(
         folders=config.data,
         library=config.library,
@@ -215,17 +261,27 @@ def _prompts(config: Config, target: Model) -> list[list[int]]:
     return source.encode(source.load(config.task))
 
 
+def _dense_acceptance(row: dict) -> float | None:
+    return row["assumed_dense_acceptance"] if row["synthetic"] else row.get("dense_acceptance_rate")
+
+
 def show(row: dict) -> str:
     """A row's main figures on one line; says what is lossy and what loses."""
-    text = f"{row['way']:23} {row['method']:40} {'lossless' if row['lossless'] else 'lossy':8}  "
+    text = f"{row['way']:23} {row['method']:40} {'lossless' if row['lossless'] else 'lossy':8} {row['context']:7.0f} x {row['batch']}  "
     text += f"acceptance length {row['mean_acceptance_length']:.2f}  {speed_of(row)}"
-    text += "" if row["same_text"] is None else f"  same text {row['same_text']:.2f}"
+    if row["speedup_over_dense_verification"] is not None:
+        text += f", {row['speedup_over_dense_verification']:.2f} x dense verification"
+    if _dense_acceptance(row) is not None:
+        least = row["break_even_dense_acceptance"]
+        text += f"  dense level accepts {_dense_acceptance(row):.3f}, " + ("never pays" if least is None else f"pays above {least:.3f}")
+        text += f", {row['dense_step_share']:.0%} of its cycles dense"
+    text += f"  same text {row['same_text']:.2f}" if "same_text" in row else ""
     return text + ("  SYNTHETIC" if row["synthetic"] else "")
 
 
 def columns(row: dict) -> dict:
     """What the report shows of a row."""
-    return {
+    shown = {
         "way": row["way"] + (" (SYNTHETIC)" if row["synthetic"] else ""),
         "lossless": row["lossless"],
         "sparse": row["method"],
@@ -233,17 +289,32 @@ def columns(row: dict) -> dict:
         "batch": row["batch"],
         "mean acceptance length": row["mean_acceptance_length"],
         "kept": row["keep_ratio"],
-        "accepted by dense passes": row["dense_acceptance_rate"],
+        "accepted by dense passes": _dense_acceptance(row),
+        "pays above": row["break_even_dense_acceptance"],
+        "sparse steps a check": row["steps_between_dense"],
         "tokens/s": row["tokens_per_s"],
         "ms a token": row["ms_per_token"],
-        "over plain": None if row["speedup_over_autoregressive"] is None else f"{row['speedup_over_autoregressive']:.2f} ×",
-        "same text": row["same_text"],
     }
+    for name, key in (("over plain", "speedup_over_autoregressive"), ("over dense verification", "speedup_over_dense_verification")):
+        shown[name] = None if row[key] is None else f"{row[key]:.2f} ×"
+    return shown | ({"same text": row["same_text"]} if "same_text" in row else {})
 
 
-def plot(rows: list[dict], axes: Any) -> None:
-    """Speeds of the ways."""
-    names = [f"{row['way']}\n{row['method']}" for row in rows]
+def plots(rows: list[dict]) -> dict[str, Any]:
+    """Speeds of the ways, a figure for each context and batch."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['context']:.0f}x{row['batch']}", []).append(row)
+    if len(groups) == 1:
+        groups = {"": rows}
+    return {name: lambda axes, group=group: _draw(axes, group) for name, group in groups.items()}
+
+
+def _draw(axes: Any, rows: list[dict]) -> None:
+    names = []
+    for row in rows:
+        accepted = "" if _dense_acceptance(row) is None else f", dense level accepts {_dense_acceptance(row):.2f}"
+        names.append(f"{row['way']}{accepted}\n{row['method']}")
     axes.barh(range(len(rows)), [row["tokens_per_s"] or 0 for row in rows], color=["C0" if row["lossless"] else "C1" for row in rows])
     axes.set_yticks(range(len(rows)), names, fontsize=6)
     axes.invert_yaxis()

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.experiment import ExperimentError
-from experiments.presets import random_array
+from experiments.models import Model
+from experiments.presets import kv_bytes, random_array
+from experiments.record import device
 from experiments.timing import Loop
 from specjax import GenerateConfig, SamplingParams, SparsityConfig, Transformer
 from specjax.drafting.drafter import Drafter
@@ -21,11 +23,17 @@ from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import prepare_cache
 from specjax.requests import row_keys
 from specjax.sampling import split_row_keys
-from specjax.state import Commit, Context, DecodeState, Draft, FinishReason
+from specjax.state import Commit, Context, DecodeState, Draft, FinishReason, SinceDense
 from specjax.statistics import Statistics
+from specjax.two_level.level_counts import LevelCounts
+from specjax.two_level.pace import Pace
+from specjax.verification.rejection_sampling import RejectionSampling
+from specjax.verification.rule import VerificationRule
 from specjax.verification_pass import counts_of_nothing
 
-_DENSE = SparsityConfig()
+_DENSE, _RULE = SparsityConfig(), RejectionSampling()
+# What a loop holds beside weights and cache: activations, gathered blocks, scores of the vocabulary. A guess on the safe side.
+_SCRATCH_BYTES = 4e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +98,12 @@ def decoding_loop(
     middle: Middle,
     *,
     sparsity: SparsityConfig = _DENSE,
+    verification: VerificationRule = _RULE,
     cache: KVCache | None = None,
+    drafter_state: Any = None,
+    num_steps: tuple[int, int] | None = None,
 ) -> Loop:
-    """The library's own step: drafting, verification, commit.
+    """The library's own step: drafting, verification, commit. With two levels it is a cycle: sparse steps and the pass that checks them.
 
     Args:
         target: The target.
@@ -101,16 +112,29 @@ def decoding_loop(
         drafter_params: Its params.
         middle: Where.
         sparsity: What verification leaves out.
+        verification: The rule; one that makes acceptance up for loops whose steps are to commit as many tokens as real ones would.
         cache: From `middle.target_cache`, where several loops shall share one; its keys' summaries are made here.
+        drafter_state: From `middle.drafter_state`, likewise.
+        num_steps: Of the short and the long loop, where they are not those of other loops.
+
+    Returns:
+        The loop; its counts are the statistics.
 
     Raises:
-        ExperimentError: The context is too short for the loop.
+        ExperimentError: The context, or the room behind it, is too short for the loop.
     """
-    num_drafted = middle.num_speculative_tokens
+    num_drafted, lossless = middle.num_speculative_tokens, sparsity.lossless
+    unsettled = num_drafted if lossless is None else lossless.max_provisional(num_drafted)
+    room = middle.capacity - middle.start - unsettled - 1
+    longest = middle.num_steps if num_steps is None else num_steps[1]
+    each = 1 if lossless is None and not verification.synthetic else unsettled + 1
+    if room < longest * each:
+        raise ExperimentError(f"loops of {longest} steps of up to {each} tokens need as much room, got a Middle with room for {room}")
     static = GenerateConfig(
-        max_new_tokens=middle.capacity - middle.start - num_drafted - 1,
+        max_new_tokens=room,
         num_speculative_tokens=max(num_drafted, 1),
         do_sample=middle.do_sample,
+        verification=verification,
         sparsity=sparsity,
         cache_capacity=middle.capacity + 128,  # room for the check's rounding; the cache below has `capacity`
     )
@@ -122,15 +146,25 @@ def decoding_loop(
     token_rng, cache_rng, drafter_rng = jax.random.split(jax.random.key(1), 3)
     context = middle.context_tokens(token_rng, target.config.vocab_size)
     cache = prepare_cache(middle.target_cache(target, cache_rng) if cache is None else cache, sparsity, target.config)
+    if drafter is not None and drafter_state is None:
+        drafter_state = middle.drafter_state(drafter, drafter_params, context, drafter_rng)
     state = DecodeState(
         context=context,
         num_generated=jnp.zeros((middle.batch,), jnp.int32),
         finish_reason=jnp.full((middle.batch,), FinishReason.RUNNING, jnp.int32),
         target_cache=cache.with_length(context.length - 1),
-        drafter_state=None if drafter is None else middle.drafter_state(drafter, drafter_params, context, drafter_rng),
+        drafter_state=drafter_state,
         row_keys=row_keys(request.rng, middle.batch),
         log_probs=jnp.zeros((middle.batch, 0), jnp.float32),
-        statistics=Statistics.zeros(middle.batch, num_drafted, **counts_of_nothing(target, target_params, sparsity, cache)),
+        statistics=Statistics.zeros(
+            middle.batch,
+            num_drafted,
+            synthetic=drafter is not None and verification.synthetic,
+            **counts_of_nothing(target, target_params, sparsity, cache),
+            levels=None if lossless is None else LevelCounts.zeros(middle.batch, check_cost=lossless.check_cost),
+        ),
+        pace=None if lossless is None else Pace.unknown(),
+        since_dense=SinceDense(dense_length=context.length - 1, num_steps=jnp.int32(0)) if sparsity.refresh_every else None,
     )
 
     def step(params, state):
@@ -139,7 +173,29 @@ def decoding_loop(
 
     # The request is an argument too: of constants the compiler makes use. With temperature, top-k and top-p known it drops from a sampling
     # step the branch that might sort, and with it a trip to the host for every token that is drawn, which a call's own steps make.
-    return Loop(step, (target_params, drafter_params, jax.device_put(request)), state)
+    arrays = (target_params, drafter_params, jax.device_put(request))
+    return Loop(step, arrays, state, num_steps, count=lambda state: jax.device_get(state.statistics))
+
+
+def does_not_fit(target: Model, *, batch: int, context: int, layouts: int = 1) -> str | None:
+    """Why loops of that batch and context cannot run here; `None` where they can.
+
+    Args:
+        target: The target.
+        batch: B.
+        context: Tokens in the cache.
+        layouts: How often its weights are held, in different layouts, at the most.
+    """
+    shape = target.model.config
+    if context > shape.max_position_embeddings:
+        return f"the model's window has {shape.max_position_embeddings} tokens"
+    limit = device()["memory_bytes"]
+    weights = layouts * sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    cache = kv_bytes(shape, batch=batch, context=context, itemsize=jnp.dtype(target.model.dtype).itemsize)
+    needed = weights + 2 * cache + _SCRATCH_BYTES  # the state that loops start from, and the one that they carry
+    if limit is not None and needed > limit:
+        return f"it needs about {needed / 1e9:.0f} GB, the device has {limit / 1e9:.0f} GB"
+    return None
 
 
 @jax.tree_util.register_dataclass

@@ -1,6 +1,7 @@
 """Rewrites the README's tables from experiments/results/*.json: `python -m experiments.report`; `--check` only says whether they agree.
 
-A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->` and is made from `results/NAME.json`. An experiment's module may
+A table stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->` and is made from `results/NAME.json`; between
+`<!-- optional:NAME -->` and its other half stand the table and the figures of a result once there is one. An experiment's module may
 say which rows to show (`table_rows(rows)`), which columns (`columns(row)`), and how to draw its rows: one figure (`plot(rows, axes)`, to
 `results/NAME.svg`) or several (`plots(rows)`, by suffix a function of axes, to `results/NAME-SUFFIX.svg`; the empty suffix is `NAME.svg`).
 """
@@ -23,8 +24,8 @@ from experiments.record import REPOSITORY
 from experiments.run import RESULTS
 
 README = REPOSITORY / "README.md"
-_BLOCK = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n).*?(<!-- /results:(?P=name) -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- /?results:[\w.-]+ -->")
+_BLOCK = re.compile(r"(<!-- (?P<kind>results|optional):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- /?(?:results|optional):[\w.-]+ -->")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -58,14 +59,20 @@ def rewritten(text: str, results: Path) -> str:
     """The README's text with every table made anew.
 
     Raises:
-        ExperimentError: Markers that do not pair, or that name a result which is not there.
+        ExperimentError: Markers that do not pair, or that name a result which is not there and is not optional.
     """
 
     def replace(match: re.Match) -> str:
         path = results / f"{match['name']}.json"
         if not path.is_file():
+            if match["kind"] == "optional":
+                return match[1] + match[4]
             raise ExperimentError(f"README.md shows results:{match['name']}, but experiments/results/{path.name} does not exist")
-        return match[1] + markdown(json.loads(path.read_text(encoding="utf-8")), path.name) + match[3]
+        result = json.loads(path.read_text(encoding="utf-8"))
+        shown = markdown(result, path.name)
+        if match["kind"] == "optional":
+            shown = f"\n{shown}{_images(result, path)}"
+        return match[1] + shown + match[4]
 
     unpaired = _MARKER.findall(_BLOCK.sub("", text))
     if unpaired:
@@ -98,6 +105,14 @@ def _where(run: dict, weights: str) -> str:
     return f"{count}{device['kind']}, JAX {run['versions']['jax']}, weights {weights}, commit {sha[:8]}{dash}{state}"
 
 
+def _images(result: dict, path: Path) -> str:
+    """Links to a result's figures."""
+    names = {suffix: _figure_path(path, suffix).name for suffix in _figures(_module(result["experiment"]), result["rows"])}
+    return "".join(
+        f"\n![{result['question']}{f' ({suffix})' if suffix else ''}](experiments/results/{name})\n" for suffix, name in names.items()
+    )
+
+
 def figures(path: Path) -> list[Path]:
     """Draws a result beside its JSON, the same bytes for the same rows; nothing where its experiment draws nothing."""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -116,7 +131,7 @@ def figures(path: Path) -> list[Path]:
             canvas, axes = plt.subplots(figsize=(8, 4), layout="constrained")
             draw(axes)
             axes.set_title(result["question"], fontsize=9)
-            drawn.append(path.with_name(f"{path.stem}-{suffix}.svg" if suffix else f"{path.stem}.svg"))
+            drawn.append(_figure_path(path, suffix))
             canvas.savefig(drawn[-1], metadata={"Date": None, "Creator": None})
             plt.close(canvas)
     return drawn
@@ -126,6 +141,10 @@ def _figures(module: Any, rows: list[dict]) -> dict[str, Callable[[Any], None]]:
     if hasattr(module, "plots"):
         return module.plots(rows)
     return {"": lambda axes: module.plot(rows, axes)} if hasattr(module, "plot") else {}
+
+
+def _figure_path(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.stem}-{suffix}.svg" if suffix else f"{path.stem}.svg")
 
 
 def _module(experiment: str) -> Any:

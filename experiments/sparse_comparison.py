@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +16,21 @@ import numpy as np
 
 from experiments.acceptance import end_of_text
 from experiments.bootstrap import paired_interval
-from experiments.decoding import Decoded, Decoder
+from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.experiment import ExperimentError
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.tasks import Example, Task
 from specjax import GenerateConfig, SparsityConfig
 from specjax.capacity import bucket
+from specjax.models.kv_cache import KVCache
 from specjax.sparsity.agreement import Agreement, measure_agreement
 from specjax.sparsity.calibration import MLPSamples, sample_mlp
 
 # The metric of what really follows a text.
 NATS_PER_TOKEN = "nats_per_token"
+# Columns that a call without a prompt still takes in, and slots beside them.
+PADDING = 64
 # A text of so many tokens settles medians and quantiles to a percent or two.
 _CALIBRATION_ROWS, _CALIBRATION_TOKENS = 16, 512
 
@@ -45,6 +49,8 @@ class Pair:
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
         implementation: Of the kernels, for the rows.
+        block_size: Of sparse attention: caches are whole blocks.
+        share_prefill: The prompts' caches are kept, and every setting goes on from them.
         made: The target's weights in another layout, once they are needed.
     """
 
@@ -57,6 +63,8 @@ class Pair:
     resamples: int
     compile_threads: int
     implementation: str
+    block_size: int = 64
+    share_prefill: bool = True
     made: dict[str, Model] = dataclasses.field(default_factory=dict)
 
     @property
@@ -64,10 +72,25 @@ class Pair:
         """Rows of a verification."""
         return 1 if self.drafter is None else self.num_speculative_tokens + 1
 
-    def decoder(self, width: int, sparsity: SparsityConfig = DENSE, *, plain: bool = False) -> Decoder:
+    def prefilled(self, prompts: Sequence[Sequence[int]], *, width: int, longest: int) -> Prefilled | None:
+        """The prompts taken in once for all settings, with room for what follows them; `None` where that is not wished."""
+        if not self.share_prefill:
+            return None
+        # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
+        step = math.lcm(64, self.block_size)
+        room = longest + 2 * self.num_speculative_tokens + PADDING
+        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + PADDING) // step) * step)
+        drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
+        return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
+
+    def _static(self, sparsity: SparsityConfig) -> GenerateConfig:
+        return GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
+
+    def decoder(self, width: int, sparsity: SparsityConfig = DENSE, *, plain: bool = False, prefilled: Prefilled | None = None) -> Decoder:
         """Compiles a program."""
-        drafter = None if plain else self.drafter
-        static = GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
+        drafter, static = None if plain else self.drafter, self._static(sparsity)
+        if prefilled is not None:
+            static = dataclasses.replace(static, cache_capacity=prefilled.batches[0].target_cache.capacity)
         return Decoder(
             laid_out_for(self.target, sparsity, self.made),
             None if drafter is None else drafter.drafter,
@@ -76,14 +99,17 @@ class Pair:
             batch=self.batch,
             width=width,
             eos_token_ids=end_of_text(self.target),
+            prefilled=prefilled,
         )
 
-    def agreement(self, sparsity: SparsityConfig, prompt: Sequence[int], answer: Sequence[int], *, longest: int) -> Agreement:
+    def agreement(
+        self, sparsity: SparsityConfig, prompt: Sequence[int], answer: Sequence[int], *, longest: int, cache: KVCache | None = None
+    ) -> Agreement:
         """The sparse target beside the dense one along an answer; those of one bucket of `longest`, in tokens, run one program."""
         text = [*prompt, *answer]
         padded = np.zeros((1, bucket(longest)), np.int32)
         padded[0, : len(text)] = text
-        sizes: dict[str, Any] = dict(num_context=len(prompt), num_rows=self.num_rows, lengths=[len(text)])
+        sizes: dict[str, Any] = dict(num_context=len(prompt), num_rows=self.num_rows, lengths=[len(text)], cache=cache)
         return measure_agreement(self.target.model, self.target.params, padded, sparsity=sparsity, **sizes)
 
 
@@ -102,6 +128,7 @@ class Comparison:
         plain_tokens_per_s: Plain decoding from there on; `None` if lost in noise.
         dense: Dense verification.
         scores: By metric, of its answers, a score an example.
+        prefilled: The prompts, taken in; `None` where each setting does that.
     """
 
     pair: Pair
@@ -114,6 +141,7 @@ class Comparison:
     plain_tokens_per_s: float | None
     dense: Decoded
     scores: dict[str, list[float]]
+    prefilled: Prefilled | None
 
     @classmethod
     def build(cls, pair: Pair, task: Task, prompts: list[list[int]], tokenizer: Any, settings: Sequence[NamedSparsity]) -> Comparison:
@@ -128,11 +156,13 @@ class Comparison:
         longest = max(map(len, prompts)) + num_new
         for named in settings:
             laid_out_for(pair.target, named.sparsity, pair.made)  # here, not by several threads at once
+        prefilled = pair.prefilled(prompts, width=width, longest=longest)
+        cache = None if prefilled is None else prefilled.cache(0)
         with ThreadPoolExecutor(pair.compile_threads) as pool:
-            plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True)
-            decoder = pool.submit(pair.decoder, width)
-            decoders = {named: pool.submit(pair.decoder, width, named.sparsity) for named in settings}
-            warm = [pool.submit(pair.agreement, named.sparsity, [0], [0, 0], longest=longest) for named in settings]
+            plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True, prefilled=prefilled)
+            decoder = pool.submit(pair.decoder, width, prefilled=prefilled)
+            decoders = {named: pool.submit(pair.decoder, width, named.sparsity, prefilled=prefilled) for named in settings}
+            warm = [pool.submit(pair.agreement, named.sparsity, [0], [0, 0], longest=longest, cache=cache) for named in settings]
         for done in warm:
             done.result()
         dense = decoder.result()(prompts, repeats=pair.repeats)
@@ -147,6 +177,7 @@ class Comparison:
             longest=longest,
             prefill_seconds=prefill_seconds,
             plain_tokens_per_s=decoding_speed(plainly, prefill_seconds),
+            prefilled=prefilled,
             dense=dense,
             scores=score(task, dense, tokenizer),
         )
@@ -209,10 +240,11 @@ class Comparison:
     def _agreements(self, sparsity: SparsityConfig) -> list[Agreement]:
         """The sparse target beside the dense one, along each example's text: what dense verification wrote, or what really follows."""
         texts = []
-        for prompt, example, answer in zip(self.prompts, self.task.examples, self.dense.tokens, strict=True):
+        for index, (prompt, example, answer) in enumerate(zip(self.prompts, self.task.examples, self.dense.tokens, strict=True)):
             answer = follows(example, self.tokenizer) or answer
             if len(answer) >= 2:  # the first comes out of the prefill, which is dense
-                texts.append(self.pair.agreement(sparsity, prompt, answer, longest=self.longest))
+                cache = None if self.prefilled is None else self.prefilled.cache(index)
+                texts.append(self.pair.agreement(sparsity, prompt, answer, longest=self.longest, cache=cache))
         if not texts:
             raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
         return texts

@@ -9,9 +9,10 @@ The library's own steps of `rows` positions a sequence (target, head, greedy sam
 keys and values, timed in turn in one process: marginal costs inside a `while_loop`, medians. Weights are random, so what is sparse is not
 good for any text here, and reads as much as it would on one.
 
-A row without `steps_between_dense` is lossy verification: nothing is checked. The others are lossless, two levels: after so many sparse
-steps a dense pass over all that they committed, timed likewise, which accepts each token with the assumed chance; see
-`specjax.two_level.two_level_cost`. A step commits `mean_acceptance_length` tokens, assumed too, and the same in both. Drafting is left out.
+A row without `steps_between_dense` is lossy verification: nothing is checked, and its speed-up is `measured`. The others are lossless, two
+levels: after so many sparse steps a dense pass over all that they committed, timed likewise, which accepts each token with the assumed
+chance. Their speed-up is `computed` from these three times by `specjax.two_level.two_level_cost`; `five_ways` runs whole cycles. A step
+commits `mean_acceptance_length` tokens, assumed too, and the same in both. Drafting is left out.
 `keep_ratio` is the share of blocks read, of channels or of experts, and `floor_ms` what a sparse pass must read over the bandwidth.
 """
 
@@ -27,10 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.experiment import ExperimentError, local_field, path_field
-from experiments.mid_decode import Middle, decoding_loop
+from experiments.mid_decode import Middle, decoding_loop, does_not_fit
 from experiments.models import Model, load_model
-from experiments.presets import kv_bytes
-from experiments.record import device
 from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, laid_out_for, named_settings
 from experiments.timing import time_loops
 from specjax import NoDraft
@@ -38,9 +37,6 @@ from specjax.models.kv_cache import KVCache
 from specjax.sparsity.calibration import MLPSamples, sample_mlp
 from specjax.sparsity.work import Kept, pass_work
 from specjax.two_level.two_level_cost import two_level_speedup
-
-# What a loop holds beside weights and cache: activations, gathered blocks, scores of the vocabulary. A guess on the safe side.
-_SCRATCH_BYTES = 4e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +96,8 @@ def run(config: Config) -> Iterator[dict]:
         raise ExperimentError("there is nothing to time: give attention=, ffn=, moe= or hybrid=")
     for batch in config.batches:
         for context in config.contexts:
-            reason = _does_not_fit(config, target, batch, context)
+            layouts = 2 if config.ffn or config.hybrid else 1  # of feed-forward networks
+            reason = does_not_fit(target, batch=batch, context=context, layouts=layouts)
             if reason:
                 print(f"batch {batch}, context {context}: left out, {reason}", file=sys.stderr)
                 continue
@@ -180,6 +177,7 @@ def costs(
         "assumed_dense_acceptance": acceptance,
         "ms_dense": dense,
         "ms_sparse": sparse,
+        "speedup_is": "measured" if steps is None else "computed",
         "ms_per_token_dense": dense / tokens,
         "ms_per_token_sparse": None if speedup is None else dense / tokens / speedup,
         "speedup": speedup,
@@ -233,22 +231,6 @@ def _samples(config: Config, target: Model) -> MLPSamples | None:
     return sample_mlp(target.model, target.params, [(jnp.asarray(tokens, jnp.int32), None)])
 
 
-def _does_not_fit(config: Config, target: Model, batch: int, context: int) -> str | None:
-    """Why a case cannot run here."""
-    shape = target.model.config
-    if context > shape.max_position_embeddings:
-        return f"the model's window has {shape.max_position_embeddings} tokens"
-    limit = device()["memory_bytes"]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    if config.ffn or config.hybrid:
-        weights *= 2  # feed-forward networks in two layouts, at the most
-    cache = kv_bytes(shape, batch=batch, context=context, itemsize=jnp.dtype(config.dtype).itemsize)
-    needed = weights + 2 * cache + _SCRATCH_BYTES  # the state that loops start from, and the one that they carry
-    if limit is not None and needed > limit:
-        return f"it needs about {needed / 1e9:.0f} GB, the device has {limit / 1e9:.0f} GB"
-    return None
-
-
 def show(row: dict) -> str:
     """A row's main figures on one line."""
     text = f"context {row['context']:6}  batch {row['batch']:2}  rows {row['rows']}  {row['method']:44} "
@@ -276,6 +258,7 @@ def columns(row: dict) -> dict:
         "steps before a dense pass": row["steps_between_dense"],
         "accepted by it (assumed)": row["assumed_dense_acceptance"],
         "speed-up": None if row["speedup"] is None else f"{row['speedup']:.2f} ×",
+        "which is": row["speedup_is"],
     }
 
 

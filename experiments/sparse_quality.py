@@ -13,12 +13,14 @@ negative log-likelihood in nats a token: lower is better, and its exponential is
 
 `keep_ratio` is measured: blocks read, channels computed or experts taken over all. `flops_ratio` and `bytes_ratio` compare the mean
 verification pass with a dense one, by counting (`specjax.sparsity.work`). Speeds count from each prompt's first token on: the prefill
-is dense for all. `context` is the mean length of the prompts, in tokens.
+is dense for all, and shared (`share_prefill`), so that each prompt's second token comes of a dense pass too. `context` is the mean length
+of the prompts, in tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,9 @@ from typing import Any
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import load_drafter, load_model
 from experiments.sparse_comparison import Comparison, Pair, sample_texts
-from experiments.sparse_settings import SparseWords, named_settings
+from experiments.sparse_settings import SparseWords, check_weights, named_settings
 from experiments.tasks import TaskSource
+from experiments.trade_off import trade_off
 
 NO_DRAFTER = "none"
 
@@ -55,6 +58,8 @@ class Config(SparseWords):
         repeats: Timed runs a batch; the median counts.
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
+        share_prefill: All settings go on from caches that took the prompts in once: memory for the caches of all prompts is needed.
+            `false`: each setting takes each prompt in anew.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
 
@@ -76,6 +81,7 @@ class Config(SparseWords):
     repeats: int = 1
     resamples: int = 10_000
     compile_threads: int = 4
+    share_prefill: bool = True
     cache_dir: str | None = local_field()
 
 
@@ -102,6 +108,7 @@ def run(config: Config) -> Iterator[dict]:
     if config.needs_samples(target.model.config):
         samples = sample_texts(target, Path(config.calibration_text))
     settings = named_settings(config, target.model.config, samples)
+    check_weights(settings, config, target)
     drafter = None if config.drafter == NO_DRAFTER else load_drafter(config.drafter, target, **options)
     pair = Pair(
         target=target,
@@ -113,6 +120,8 @@ def run(config: Config) -> Iterator[dict]:
         resamples=config.resamples,
         compile_threads=config.compile_threads,
         implementation=config.implementation,
+        block_size=math.lcm(*(named.sparsity.attention.block_size for named in settings if named.sparsity.attention)),
+        share_prefill=config.share_prefill,
     )
     for task in tasks:
         comparison = Comparison.build(pair, task, source.encode(task), tokenizer, settings)
@@ -166,11 +175,13 @@ def columns(row: dict) -> dict:
 
 
 def plots(rows: list[dict]) -> dict[str, Any]:
-    """Scores against what is kept: a figure for each task and metric, a line for each method and reuse."""
+    """Scores against what is kept, a figure for each task and metric; and speed against agreement, `trade-off`."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(f"{row['dataset']}-{row['metric']}", []).append(row)
-    return {name: lambda axes, group=group: _draw(axes, group) for name, group in groups.items()}
+    figures: dict[str, Any] = {name: lambda axes, group=group: _draw(axes, group) for name, group in groups.items()}
+    both = trade_off(rows)
+    return figures if both is None else {"trade-off": both} | figures
 
 
 def _draw(axes: Any, rows: list[dict]) -> None:

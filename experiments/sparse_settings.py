@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from experiments.experiment import ExperimentError, path_field
 from experiments.models import Model
 from specjax import ModelConfig, Reuse, SparseAttention, SparsityConfig
 from specjax.models.projections import split_gate_up
+from specjax.sparsity.calibrated_for import CalibratedFor
 from specjax.sparsity.calibration import MLPSamples
 from specjax.sparsity.sparse_ffn import SparseFFN
 from specjax.sparsity.sparse_moe import SparseMoE
@@ -40,6 +42,7 @@ class SparseWords:
         hybrid: Several at once: share of attention, share of channels and skipped experts, joined with `+`; `-` is dense. `0.25+0.6+-`.
         block_size: Tokens a block.
         dense_below: Contexts of up to so many tokens are read whole.
+        budget: Of attention, "head" or "layer": who shares the blocks that are kept. Not of controls and calibrated settings.
         anchors: Layers that choose, where layers reuse; none given are those of `calibration`, or else the first three and every fourth.
         refresh_every: Every so many steps one is dense, and replaces what sparse ones wrote; 0 is never. Not of calibrated settings.
         calibration: The JSON of the experiment `calibrate`, for anchors, for thresholds, and for `agreements`.
@@ -54,6 +57,7 @@ class SparseWords:
     hybrid: tuple[str, ...] = ()
     block_size: int = 64
     dense_below: int = 2048
+    budget: str = "head"
     anchors: tuple[int, ...] = ()
     refresh_every: int = 0
     calibration: str | None = path_field()
@@ -112,6 +116,8 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
     """
     try:
         known = None if words.calibration is None else Calibration(words.calibration)
+        if known is not None and known.calibrated_for is not None:
+            known.calibrated_for.check(model)
         makes = _Maker(words, model, known or samples, known.anchors if known is not None and not words.anchors else words.anchors)
         found = [makes.attention(keep, reuse) for keep in words.attention for reuse in words.reuse]
         found += [makes.control(keep, control) for keep in words.attention for control in words.controls]
@@ -127,6 +133,23 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
     except ValueError as error:
         raise ExperimentError(str(error)) from None
     return found
+
+
+def check_weights(settings: Sequence[NamedSparsity], words: SparseWords, target: Model) -> None:
+    """Settings out of a calibration are of this target's weights, as far as both sides know where those came from.
+
+    Raises:
+        ExperimentError: They are of others.
+    """
+    if target.checkpoint is None:
+        return
+    known = [] if words.calibration is None else [Calibration(words.calibration).calibrated_for]
+    try:
+        for made_for in [*known, *(named.sparsity.calibrated_for for named in settings)]:
+            if made_for is not None:
+                made_for.check_source(target.checkpoint.metadata)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
 
 
 def laid_out_for(target: Model, sparsity: SparsityConfig, made: dict[str, Model]) -> Model:
@@ -158,6 +181,7 @@ class Calibration:
 
     Attributes:
         anchors: Layers that choose; empty if it looked for none.
+        calibrated_for: The model that it was made on; `None` if it does not say.
 
     Raises:
         ExperimentError: No such file, or none of `calibrate`.
@@ -167,6 +191,9 @@ class Calibration:
         try:
             rows = {row["kind"]: row for row in json.loads(Path(path).expanduser().read_text(encoding="utf-8"))["rows"]}
             self.anchors: tuple[int, ...] = tuple(rows.get("selection", {}).get("anchors", ()))
+            made_for = rows.get("thresholds", {}).get("calibrated_for")
+            made_for = made_for and made_for | {"source_sha256": tuple(made_for["source_sha256"])}
+            self.calibrated_for = None if made_for is None else CalibratedFor(**made_for)
         except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ExperimentError(f"calibration={path} is none: {error}") from None
         self._thresholds: dict[str, Any] = rows.get("thresholds", {})
@@ -198,10 +225,12 @@ class _Maker:
         return SparseAttention(block_size=self.words.block_size, keep=keep, dense_below=self.words.dense_below, **changes)
 
     def attention(self, keep: float, reuse: str) -> NamedSparsity:
-        sparsity = SparsityConfig(attention=self.blocks(keep, rows="first" if reuse in ("tokens", "both") else "each"))
+        rows = "first" if reuse in ("tokens", "both") else "each"
+        sparsity = SparsityConfig(attention=self.blocks(keep, rows=rows, budget=self.words.budget))
         if reuse in ("layers", "both"):
             sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=self.anchors or default_anchors(self.model, sparsity)))
-        return NamedSparsity("attention", f"{keep:g}", REUSES[reuse], sparsity)
+        shared = "" if self.words.budget == "head" else " of a layer"
+        return NamedSparsity("attention", f"{keep:g}{shared}", REUSES[reuse], sparsity)
 
     def control(self, keep: float, control: str) -> NamedSparsity:
         return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=self.blocks(keep, score=control)))

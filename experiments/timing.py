@@ -31,6 +31,7 @@ class LoopTiming:
         raw_long_ms: Wall time of the long loops.
         compile_s: Time to compile.
         temp_bytes: Scratch memory of the program as XLA reports it, or `None`.
+        counts: What `Loop.count` said of the states that the short and the long loop end in; `None` without it.
     """
 
     ms_per_step: tuple[float, ...]
@@ -38,6 +39,7 @@ class LoopTiming:
     raw_long_ms: tuple[float, ...]
     compile_s: float
     temp_bytes: int | None
+    counts: tuple[Any, Any] | None = None
 
     @property
     def median_ms(self) -> float:
@@ -65,11 +67,15 @@ class Loop:
         step: Pure.
         params: What does not change.
         state: Where every loop starts; it is not donated.
+        num_steps: Steps of its short and its long loops, where they are not those of the others: its steps are longer ones.
+        count: Of the state that a loop ends in, what is to be known; outside of what is timed.
     """
 
     step: Callable[[Any, Any], Any]
     params: Any
     state: Any
+    num_steps: tuple[int, int] | None = None
+    count: Callable[[Any], Any] | None = None
 
 
 def time_loop(step: Callable[[Any, Any], Any], params: Any, state: Any, *, short: int, long: int, repeats: int) -> LoopTiming:
@@ -95,10 +101,11 @@ def time_loops(
             same time, two programs may get other kernels for the same product.
 
     Raises:
-        ValueError: Unless 0 < short < long and repeats > 0.
+        ValueError: Unless 0 < short < long, of every loop's own too, and repeats > 0.
     """
-    if not (0 < short < long and repeats > 0):
-        raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got {short=}, {long=}, {repeats=}")
+    for first, last in [(short, long), *(loop.num_steps for loop in loops.values() if loop.num_steps is not None)]:
+        if not (0 < first < last and repeats > 0):
+            raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got short={first}, long={last}, {repeats=}")
     with concurrent.futures.ThreadPoolExecutor(compile_threads) as pool:  # one is traced while others compile
         pending = {}
         for index, (name, loop) in enumerate(loops.items()):
@@ -107,25 +114,33 @@ def time_loops(
                 pending[name].result()
         compiled = {name: future.result() for name, future in pending.items()}
 
+    def end(name: K, num_steps: int) -> Any:
+        return jax.block_until_ready(compiled[name][0](loops[name].params, loops[name].state, np.int32(num_steps)))
+
     def wall_ms(name: K, num_steps: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(compiled[name][0](loops[name].params, loops[name].state, np.int32(num_steps)))
+        end(name, num_steps)
         return (time.perf_counter() - begin) * 1e3
 
-    for name in loops:
-        for num_steps in (short, long):
-            wall_ms(name, num_steps)
+    sizes = {name: loop.num_steps or (short, long) for name, loop in loops.items()}
+    counts: dict[K, tuple[Any, Any]] = {}
+    for name, loop in loops.items():
+        count = loop.count or (lambda _: None)
+        first, last = (count(end(name, num_steps)) for num_steps in sizes[name])
+        counts[name] = first, last
     pairs: dict[K, list[tuple[float, float]]] = {name: [] for name in loops}
     for _ in range(repeats):
         for name, found in pairs.items():
-            found.append((wall_ms(name, short), wall_ms(name, long)))
+            first, last = (wall_ms(name, num_steps) for num_steps in sizes[name])
+            found.append((first, last))
     return {
         name: LoopTiming(
-            ms_per_step=tuple((long_ms - short_ms) / (long - short) for short_ms, long_ms in found),
+            ms_per_step=tuple((long_ms - short_ms) / (sizes[name][1] - sizes[name][0]) for short_ms, long_ms in found),
             raw_short_ms=tuple(short_ms for short_ms, _ in found),
             raw_long_ms=tuple(long_ms for _, long_ms in found),
             compile_s=compiled[name][1],
             temp_bytes=_temp_bytes(compiled[name][0]),
+            counts=None if loops[name].count is None else counts[name],
         )
         for name, found in pairs.items()
     }

@@ -88,7 +88,8 @@ def counts_of_nothing(target: Transformer, target_params: Any, sparsity: Sparsit
     has_moe = sparsity.moe is not None and model.moe is not None and not sparsity.moe.exact(model.moe)
 
     def measured(layer: int) -> tuple[str, ...]:
-        return (*["channels"] * has_ffn, *["experts"] * (has_moe and model.has_experts(layer)))
+        routed = model.has_experts(layer)
+        return (*["channels"] * has_ffn, *["experts"] * (has_moe and routed), *["distinct"] * ((has_ffn or has_moe) and routed))
 
     counts = PassCounts.zeros(
         cache.length.shape[0],
@@ -109,7 +110,7 @@ def _refresh(
     tokens = write_tokens(context.tokens, context.length, draft.tokens, draft.num_drafted)
     dense_length = state.since_dense.dense_length
     dense = catch_up(target, target_params, tokens, cache, dense_length, num_rows=num_rows, feature_layers=feature_layers)
-    reads = None if sparsity.attention is None else dense_reads(cache.with_length(dense.start), sparsity.attention, num_rows)
+    reads = None if sparsity.attention is None else dense_reads(cache.with_length(dense.start), sparsity.attention, num_rows, target.config)
     return VerifiedRows(
         hidden=dense.at(dense.hidden, cache.length, num_drafts + 1),
         features=None if dense.features is None else dense.at(dense.features, cache.length, num_drafts + 1),

@@ -83,6 +83,8 @@ def generate_command(
         typer.echo(plan.describe(), err=True)
         plan.check()
         checkpoints = [load_checkpoint(path, dtype=number) for path in paths]
+        if left_out.calibrated_for is not None:
+            left_out.calibrated_for.check_source(checkpoints[0].metadata)
         chosen, params = _drafter(drafter, checkpoints, allow_different=allow_different_tokenizer)
         tokenizer = checkpoints[0].tokenizer()
         updates = stream_generate(

@@ -76,13 +76,14 @@ def select_blocks(
     always = ((block < settings.head_blocks) | (block >= first_tail[:, None])) & (block < num_there[:, None])
     num_kept = jnp.clip(settings.budget_blocks(total), always.sum(axis=1, dtype=jnp.int32), num_there)
     budget = dict(head_blocks=settings.head_blocks, max_chosen=settings.max_chosen(capacity=capacity, num_rows=num_rows))
-    if settings.score == "mean" and scorers.shape[1] == 1:
+    if settings.score == "mean" and scorers.shape[1] == 1 and settings.budget == "head":
         options: dict[str, Any] = dict(group=settings.group, implementation=implementation)
         chosen_blocks = block_selection(scorers[:, 0], summaries[0], first_tail, num_there, num_kept, **budget, **options)
         return Selection(*chosen_blocks, row_mask=None)
     scores = _scores(settings, scorers, keys, summaries, length, layer)  # [B,K,R,NB]
     # num_blocks stands for "none" until the end: it sorts behind every block.
-    chosen = top_blocks(scores, first_tail, num_there, num_kept, **budget)
+    choose = top_blocks if settings.budget == "head" else top_blocks_of_layer
+    chosen = choose(scores, first_tail, num_there, num_kept, **budget)
     if chosen.shape[2] == 1:
         listed, row_mask = chosen[:, :, 0], None
     else:
@@ -92,6 +93,40 @@ def select_blocks(
     return Selection(
         block_ids=jnp.where(counted, listed, 0).astype(jnp.int32), num_blocks=counted.sum(axis=-1, dtype=jnp.int32), row_mask=row_mask
     )
+
+
+def top_blocks_of_layer(
+    scores: jax.Array, first_tail: jax.Array, num_there: jax.Array, num_kept: jax.Array, *, head_blocks: int, max_chosen: int
+) -> jax.Array:
+    """`top_blocks` of all heads together: K times `num_kept` for each query, the largest scores whosever they are.
+
+    What is always kept is so in each head, and no head keeps more than `max_chosen`; at a tie the earlier head comes before the later.
+
+    Args:
+        scores: `[B,K,R,NB]` float32.
+        first_tail: As in `top_blocks`, and so the others.
+        num_there: `[B]` int32.
+        num_kept: `[B]` int32, what a head keeps on average.
+        head_blocks: Static.
+        max_chosen: C. Static.
+
+    Returns:
+        `[B,K,R,C]`, ascending; NB stands for none, behind all others.
+    """
+    batch_size, num_heads, num_queries, num_blocks = scores.shape
+    sizes = dict(head_blocks=head_blocks, max_chosen=max_chosen)
+    best = top_blocks(scores, first_tail, num_there, jnp.minimum(num_there, max_chosen), **sizes)  # of each head, more than it may keep
+    block = jnp.minimum(best, num_blocks - 1)
+    forced = (block < head_blocks) | (block >= first_tail[:, None, None, None])
+    ranked = jnp.where(forced, jnp.inf, jnp.take_along_axis(scores, block, axis=-1))
+    ranked = jnp.where(best < num_blocks, ranked, -jnp.inf)
+    together = jnp.moveaxis(ranked, 1, 2).reshape(batch_size, num_queries, -1)
+    _, order = lax.top_k(together, together.shape[-1])
+    first = jnp.arange(together.shape[-1]) < num_heads * num_kept[:, None, None]
+    first = jnp.broadcast_to(first, order.shape)
+    kept = jax.vmap(jax.vmap(lambda order, first: jnp.zeros(order.shape, bool).at[order].set(first)))(order, first)
+    kept = jnp.moveaxis(kept.reshape(batch_size, num_queries, num_heads, -1), 2, 1)
+    return jnp.sort(jnp.where(kept, best, num_blocks), axis=-1)
 
 
 def rows_that_count(num_rows: int, counted: jax.Array | None) -> Any:

@@ -53,7 +53,7 @@ class MixtureOfExperts(nn.Module):
         if moe.router_bias:
             bias = self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
             scores = scores + bias.astype(jnp.float32)
-        probs, work, may_skip = jax.nn.softmax(scores, axis=-1), None, False
+        probs, work, may_skip, own = jax.nn.softmax(scores, axis=-1), None, False, None
         self.sow(ROUTER, "probs", probs)  # does nothing unless asked for
         counted = None if sparse is None else sparse.counted
         if sparse is None or sparse.moe is None or sparse.moe.exact(moe):
@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
                 weights = weights / weights.sum(axis=-1, keepdims=True)
         else:
             choice = choose_experts(probs.reshape(*x.shape[:-1], -1), moe, sparse.moe, beta=sparse.beta, counted=counted)
-            experts, weights, may_skip = choice.experts, choice.weights, choice.may_skip
+            experts, weights, own, may_skip = choice.experts, choice.weights, choice.own, choice.may_skip
         thins_out = sparse is not None and sparse.ffn is not None and not sparse.ffn.exact  # leaves channels of experts out
         biases: dict[str, Any] = {}
         if cfg.mlp_bias:
@@ -88,7 +88,7 @@ class MixtureOfExperts(nn.Module):
                 number = expert_products(tokens, experts, taken, gate_up, ones, **options)[:, 0].astype(jnp.float32)
                 # bfloat16 may have rounded the number up.
                 kept = jnp.minimum(number / (ffn * taken.sum(axis=-1)), 1.0)
-            choice = ExpertChoice(experts=experts, weights=weights, may_skip=may_skip)
+            choice = ExpertChoice(experts=experts, weights=weights, own=own, may_skip=may_skip)
             work = expert_work(choice, moe.num_experts, (x.shape[0], x.shape[1]), counted, kept)
         return out.reshape(x.shape), work
 

@@ -19,7 +19,7 @@ from specjax.models.attention import Attend, written_layer
 from specjax.models.block_selection import Selection, rows_that_count, select_blocks
 from specjax.models.block_summaries import BlockSummaries
 from specjax.models.kv_cache import KVCache, LayerCache
-from specjax.sparsity.attention_reads import AttentionReads
+from specjax.sparsity.attention_reads import AttentionReads, blocks_in_reach
 from specjax.sparsity.attention_sparsity import SparseAttention
 from specjax.sparsity.sparsity_config import SparsityConfig
 
@@ -82,7 +82,7 @@ class SparsePass:
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer leaves anything out. Where the budget holds every block of the cache none does: there is nothing to choose."""
-        most = self.settings.max_chosen(capacity=self.cache.capacity, num_rows=self.num_rows)
+        most = self.settings.max_kept(capacity=self.cache.capacity, num_rows=self.num_rows)
         return most < self.cache.capacity // self.settings.block_size and layer in self.sparsity.attention_layers(self.model)
 
     def attend(self, layer: int, earlier: list[LayerCache]) -> Attend:
@@ -125,12 +125,11 @@ class SparsePass:
     def reads(self, layers: list[LayerCache]) -> AttentionReads:
         """What the pass read, from what all layers kept."""
         settings, length = self.settings, self.cache.length
-        size = settings.block_size
-        there = -(-(length + rows_that_count(self.num_rows, self.counted)) // size).astype(jnp.float32)
-        full = (length // size).astype(jnp.float32)
-        none, read, scored = jnp.zeros_like(there), [], []
+        there = _blocks_there(self.model, settings, length, rows_that_count(self.num_rows, self.counted))
+        full = (length // settings.block_size).astype(jnp.float32)
+        none, read, scored = jnp.zeros_like(full), [], []
         for layer, kept in enumerate(layers):
-            read.append(there if kept.selection is None else kept.selection.num_blocks.astype(jnp.float32).mean(axis=1))
+            read.append(there[:, layer] if kept.selection is None else kept.selection.num_blocks.astype(jnp.float32).mean(axis=1))
             chose = kept.selection is not None and self.sparsity.reuse.anchor(layer) == layer and settings.scores_queries
             scored.append(full if chose else none)
         zeros = no_reads(self.cache, settings)
@@ -138,17 +137,22 @@ class SparsePass:
             zeros,
             blocks_read=jnp.stack(read, axis=1),
             blocks_scored=jnp.stack(scored, axis=1),
-            blocks_there=jnp.stack([there] * len(layers), axis=1),
+            blocks_there=there,
             num_passes=jnp.ones_like(zeros.num_passes),
         )
 
 
-def dense_reads(cache: KVCache, settings: SparseAttention, num_rows: int) -> AttentionReads:
+def dense_reads(cache: KVCache, settings: SparseAttention, num_rows: int, model: ModelConfig) -> AttentionReads:
     """What a dense pass over a cache and `num_rows` new rows reads, counted in the blocks of sparse ones."""
     zeros = no_reads(cache, settings)
-    there = -(-(cache.length + num_rows) // settings.block_size).astype(jnp.float32)
-    blocks = jnp.broadcast_to(there[:, None], zeros.blocks_there.shape)
+    blocks = _blocks_there(model, settings, cache.length, num_rows)
     return dataclasses.replace(zeros, blocks_read=blocks, blocks_there=blocks, num_passes=jnp.ones_like(zeros.num_passes))
+
+
+def _blocks_there(model: ModelConfig, settings: SparseAttention, length: jax.Array, num_rows: Any) -> jax.Array:
+    """`[B,L]` float32."""
+    windows = map(model.window, range(model.num_layers))
+    return jnp.stack([blocks_in_reach(length, num_rows, block_size=settings.block_size, window=window) for window in windows], axis=1)
 
 
 def no_reads(cache: KVCache, settings: SparseAttention) -> AttentionReads:

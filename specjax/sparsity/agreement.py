@@ -104,6 +104,7 @@ def measure_agreement(
     num_context: Any,
     num_rows: int,
     lengths: Any = None,
+    cache: KVCache | None = None,
 ) -> Agreement:
     """Forces texts on the dense and the sparse target.
 
@@ -122,12 +123,14 @@ def measure_agreement(
         num_context: An int or `[B]`: tokens of each text that are taken in densely first, from 1 to its length - 2.
         num_rows: Rows of a step, G + 1. The last step of a text may have fewer that count.
         lengths: `[B]` int, tokens of each text; `None` is N.
+        cache: Has taken in the contexts densely already, whatever stands behind them, and has room for the texts and a step; whole blocks
+            where attention is sparse. `None`: they are taken in here.
 
     Returns:
         The `Agreement`, on the host.
 
     Raises:
-        ValueError: Texts with nothing to predict, or sparsity that does not fit the target.
+        ValueError: Texts with nothing to predict, a cache that is too small, or sparsity that does not fit the target.
     """
     sparsity.check(target.config)
     tokens = np.asarray(tokens, np.int32)
@@ -140,7 +143,9 @@ def measure_agreement(
             f"measure_agreement needs contexts of at least 1 token, and texts of at least num_context + 2 tokens within their {width} "
             f"columns, got num_context = {starts.tolist()} and lengths = {ends.tolist()}"
         )
-    return jax.device_get(_compare(target, sparsity, num_rows, target_params, tokens, starts, ends))
+    if cache is not None and cache.capacity < int(ends.max()) + num_rows:
+        raise ValueError(f"measure_agreement needs a cache of {int(ends.max()) + num_rows} slots for these texts, got {cache.capacity}")
+    return jax.device_get(_compare(target, sparsity, num_rows, target_params, tokens, starts, ends, cache))
 
 
 def read_context(
@@ -177,9 +182,19 @@ def rows_from(tokens: jax.Array, start: jax.Array, num_rows: int) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _compare(
-    target: Transformer, sparsity: SparsityConfig, num_rows: int, params: Any, tokens: jax.Array, num_context: jax.Array, lengths: jax.Array
+    target: Transformer,
+    sparsity: SparsityConfig,
+    num_rows: int,
+    params: Any,
+    tokens: jax.Array,
+    num_context: jax.Array,
+    lengths: jax.Array,
+    cache: KVCache | None,
 ) -> Agreement:
-    cache = read_context(target, params, tokens, sparsity=sparsity, num_context=num_context, lengths=lengths, spare=num_rows)
+    if cache is None:
+        cache = read_context(target, params, tokens, sparsity=sparsity, num_context=num_context, lengths=lengths, spare=num_rows)
+    else:
+        cache = prepare_cache(cache.with_length(num_context), sparsity, target.config)
     counts = {"attention_reads": None, "pass_counts": None} | counts_of_nothing(target, params, sparsity, cache)
     none = jnp.float32(0)
     sums = Agreement(
@@ -226,7 +241,7 @@ def _compare(
     def refresh_pass(dense: KVCache) -> TargetPass:
         rows = sparsity.refresh_rows(num_rows - 1)
         start = dense.length + num_rows - rows
-        reads = None if sparsity.attention is None else dense_reads(dense.with_length(start), sparsity.attention, rows)
+        reads = None if sparsity.attention is None else dense_reads(dense.with_length(start), sparsity.attention, rows, target.config)
         return TargetPass(reads=reads, mlp_work=(None,) * target.config.num_layers, context=start, num_tokens=rows)
 
     def up_to_refresh(carry: Any) -> Any:

@@ -1,13 +1,14 @@
 """How much of the key/value cache the passes of decoding read, counted in blocks: the measured side of sparse attention's budget.
 
 What counts is what attention needs: blocks that hold tokens, up to the last row of the pass. An implementation may read more (XLA's dense
-attention reads the capacity) or move data twice (a gather writes what it read). A layer with a sliding window counts as if it had none, in
-what is there as in what is read: shares and bytes of a model with such layers are too high. `PassCounts` knows their windows.
+attention reads the capacity) or move data twice (a gather writes what it read). Of a layer with a sliding window the blocks count that its
+window touches, as there and as read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,19 @@ class AttentionReads:
             "kv_bytes_per_pass": float(self.kv_bytes_per_pass),
             "dense_kv_bytes_per_pass": float(self.dense_kv_bytes_per_pass),
         }
+
+
+def blocks_in_reach(length: jax.Array, num_rows: Any, *, block_size: int, window: int | None) -> jax.Array:
+    """`[B]` float32: blocks that dense attention reads in one layer, for rows that stand behind `length` tokens.
+
+    Args:
+        length: `[B]` int32.
+        num_rows: Rows of the pass, an int or `[B]` int32.
+        block_size: Static.
+        window: Latest positions that a row sees, itself included; `None` is all.
+    """
+    first = 0 if window is None else jnp.maximum(length - window + 1, 0) // block_size
+    return (-(-(length + num_rows) // block_size) - first).astype(jnp.float32)
 
 
 def _ratio(read: jax.Array, there: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ Our `keep` is the paper's rho, `dense_below` its L0, `block_size` its B.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from specjax.checks import is_int, require
@@ -13,6 +14,7 @@ from specjax.checks import is_int, require
 SCORES = ("mean", "bounds", "window", "random", "oracle")
 GROUPS = ("mean", "max")
 ROWS = ("first", "each", "mean", "union")
+BUDGETS = ("head", "layer")
 # `keep` counts in these parts: shares of token counts are then exact in int32, up to contexts of 2^31 tokens.
 _PARTS = 10_000
 
@@ -38,10 +40,14 @@ class SparseAttention:
         group: What the query heads of one key/value head make of their scores: `"mean"` or `"max"`.
         rows: Whose query scores. `"first"`: the pending token's, for all rows. `"mean"`: the mean query of all rows. `"each"`: every row
             reads what it chose itself. `"union"`: every row reads what any of them chose.
+        budget: Who shares it. `"head"`: each key/value head keeps as many blocks as every other. `"layer"`: of all blocks of all heads of a
+            layer those with the largest scores, as many as all heads' budgets together; what is always kept is so in each head.
+        head_limit: With `budget="layer"` the most that one head keeps, over its even share. Lists of blocks are that much wider, and an
+            implementation that gathers what they name moves as much more.
         seed: For `"random"`.
 
     Raises:
-        ValueError: A size that is not an int or too small, `keep` outside [0, 1], or a choice that does not exist.
+        ValueError: A size that is not an int or too small, `keep` outside [0, 1], a `head_limit` below 1, or a choice that does not exist.
     """
 
     block_size: int = 64
@@ -52,6 +58,8 @@ class SparseAttention:
     score: str = "mean"
     group: str = "mean"
     rows: str = "first"
+    budget: str = "head"
+    head_limit: float = 2.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -60,7 +68,10 @@ class SparseAttention:
             require(is_int(value, smallest), f"SparseAttention.{name} must be an int of at least {smallest}, got {value!r}")
         is_number = isinstance(self.keep, int | float) and not isinstance(self.keep, bool)
         require(is_number and 0 <= self.keep <= 1, f"SparseAttention.keep must be from 0 to 1, got {self.keep!r}")
-        for name, choices in (("score", SCORES), ("group", GROUPS), ("rows", ROWS)):
+        limit = self.head_limit
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        require(is_number and 1 <= limit < math.inf, f"SparseAttention.head_limit must be a finite number of at least 1, got {limit!r}")
+        for name, choices in (("score", SCORES), ("group", GROUPS), ("rows", ROWS), ("budget", BUDGETS)):
             value = getattr(self, name)
             require(value in choices, f"SparseAttention.{name} must be one of {choices}, got {value!r}")
 
@@ -95,9 +106,14 @@ class SparseAttention:
         # T rows stand in at most ceil((T - 1) / block) + 1 blocks; the one being filled is the first of them.
         return self.head_blocks + self.tail_blocks + -(-(num_rows - 1) // self.block_size) + 1
 
-    def max_chosen(self, *, capacity: int, num_rows: int) -> int:
-        """Most blocks that one query chooses in a cache of `capacity` slots, those always kept included."""
+    def max_kept(self, *, capacity: int, num_rows: int) -> int:
+        """Most blocks that a query keeps in a cache of `capacity` slots, those always kept included; of heads that share, their mean."""
         return min(capacity // self.block_size, max(self.max_forced(num_rows), self.budget_blocks(capacity)))
+
+    def max_chosen(self, *, capacity: int, num_rows: int) -> int:
+        """Most blocks that one head's query chooses: the width of its list."""
+        kept = self.max_kept(capacity=capacity, num_rows=num_rows)
+        return kept if self.budget == "head" else min(capacity // self.block_size, math.ceil(kept * self.head_limit))
 
     def max_read(self, *, capacity: int, num_rows: int) -> int:
         """Most blocks that a key/value head reads in a pass over `num_rows` rows: static, the width of the gather."""

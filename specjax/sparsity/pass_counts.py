@@ -1,7 +1,8 @@
 """What the sparse passes of decoding kept and what that comes to: operations and bytes a step by component, sparse beside dense.
 
 Measured are the shares of channels and the experts, and, by `AttentionReads`, the keys; `specjax.sparsity.work` makes operations and
-bytes of their means. Of experts whose channels are left out for each token by itself all channels count as read.
+bytes of their means. Of experts those count as read that the rows of a pass took, all of their channels, and beside them those that the
+model itself would have taken for the same rows.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ class PassCounts:
         channels_read: `[B,L]` float32, share that any token of the row computes.
         experts_per_token: `[B,L]` float32.
         distinct_experts: `[B,L]` float32, the row's part of those that passes read.
+        dense_distinct_experts: `[B,L]` float32, likewise of those that dense passes over the same rows would have read.
         model: The target's shape. Static.
-        measured: For each layer what of it was measured: some of `"channels"` and `"experts"`. Static.
+        measured: For each layer what of it was measured: some of `"channels"`, `"experts"` (how many a token took) and
+            `"distinct"` (how many a pass read). Static.
         weight_bytes: A weight's. Static.
         cache_bytes: A key's or value's number. Static.
     """
@@ -66,6 +69,7 @@ class PassCounts:
     channels_read: jax.Array
     experts_per_token: jax.Array
     distinct_experts: jax.Array
+    dense_distinct_experts: jax.Array
     model: ModelConfig = dataclasses.field(metadata={"static": True})
     measured: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
     weight_bytes: int = dataclasses.field(metadata={"static": True})
@@ -77,9 +81,9 @@ class PassCounts:
     ) -> PassCounts:
         """No pass yet."""
         row = jnp.zeros((batch_size,), jnp.float32)
-        channels, experts = (
+        channels, experts, distinct = (
             jnp.zeros((batch_size, len(measured) if any(kind in layer for layer in measured) else 0), jnp.float32)
-            for kind in ("channels", "experts")
+            for kind in ("channels", "experts", "distinct")
         )
         return cls(
             num_passes=row.astype(jnp.int32),
@@ -89,7 +93,8 @@ class PassCounts:
             channels_computed=channels,
             channels_read=channels,
             experts_per_token=experts,
-            distinct_experts=experts,
+            distinct_experts=distinct,
+            dense_distinct_experts=distinct,
             model=model,
             measured=measured,
             weight_bytes=weight_bytes,
@@ -125,7 +130,8 @@ class PassCounts:
             channels_computed=mask * stack("channels", "channels", one),
             channels_read=mask * stack("channels", "channels_read", one),
             experts_per_token=mask * stack("experts", "experts_per_token", jnp.float32(taken)),
-            distinct_experts=part[:, None] * stack("experts", "distinct_experts", jnp.float32(distinct)),
+            distinct_experts=part[:, None] * stack("distinct", "distinct_experts", jnp.float32(distinct)),
+            dense_distinct_experts=part[:, None] * stack("distinct", "dense_distinct_experts", jnp.float32(distinct)),
         )
         added = {name: getattr(self, name) + new.astype(getattr(self, name).dtype) for name, new in counts.items()}
         return dataclasses.replace(self, **added)
@@ -155,7 +161,7 @@ class PassCounts:
             channels=channels,
             channels_read=min(max(channels, self._mean("channels", self.channels_read, sums, 1.0)), 1.0),
             experts_per_token=self._mean("experts", self.experts_per_token, sums, None),
-            distinct_experts=self._mean("experts", self.distinct_experts, sums, None, by="passes"),
+            distinct_experts=self._mean("distinct", self.distinct_experts, sums, None, by="passes"),
         )
         work = self._work(sums, sums.tokens, kept)
         if reads is None:
@@ -164,9 +170,14 @@ class PassCounts:
         return dataclasses.replace(work, attention=work.attention + scored)
 
     def dense_step_work(self, num_tokens: int) -> PassWork:
-        """The same for dense passes over `num_tokens` rows; distinct experts are those expected of tokens that choose evenly and apart."""
+        """The same for dense passes over `num_tokens` rows.
+
+        Distinct experts are those that the model would have taken for the rows of sparse passes; where nothing of experts was measured,
+        those expected of tokens that choose evenly and apart.
+        """
         sums = _sums(self)
-        return self._work(sums, num_tokens, Kept())
+        distinct = self._mean("distinct", self.dense_distinct_experts, sums, None, by="passes")
+        return self._work(sums, num_tokens, Kept(distinct_experts=distinct))
 
     def summary(self, reads: AttentionReads | None, num_tokens: int) -> dict[str, Any]:
         """Plain numbers, for printing and JSON. Empty before the first pass.
@@ -192,7 +203,8 @@ class PassCounts:
                 "keep_ratio": each / self.model.moe.num_experts_per_token,
                 "experts_per_token": each,
                 "experts_per_token_per_layer": self._per_layer("experts", self.experts_per_token, sums),
-                "distinct_experts_per_pass": self._mean("experts", self.distinct_experts, sums, 0.0, by="passes"),
+                "distinct_experts_per_pass": self._mean("distinct", self.distinct_experts, sums, 0.0, by="passes"),
+                "dense_distinct_experts_per_pass": self._mean("distinct", self.dense_distinct_experts, sums, 0.0, by="passes"),
             }
         found["step_work"] = _side_by_side(self.step_work(reads), self.dense_step_work(num_tokens))
         return found

@@ -148,11 +148,13 @@ class ExpertChoice:
     Attributes:
         experts: `[M,C]` int32, from the heaviest down; one that is skipped is E, which stands for none.
         weights: `[M,C]` float32; of those that are skipped 0.
+        own: `[M,k]` int32, those that the model itself would take, without anything left out; `None` where these are `experts`.
         may_skip: Some of `experts` may be E. Static.
     """
 
     experts: jax.Array
     weights: jax.Array
+    own: jax.Array | None = None
     may_skip: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
@@ -163,11 +165,13 @@ class ExpertWork:
 
     Attributes:
         distinct_experts: Scalar int32, experts that any of the pass's tokens took, those that do not count included: what had to be read.
+        dense_distinct_experts: Scalar int32, likewise of what the model itself would have taken for the same tokens.
         experts_per_token: `[B]` float32, mean over the row's tokens that count.
         channels: `[B]` float32, share of the channels of its experts that a token computes, the same mean; `None` where it computes all.
     """
 
     distinct_experts: jax.Array
+    dense_distinct_experts: jax.Array
     experts_per_token: jax.Array
     channels: jax.Array | None = None
 
@@ -195,7 +199,8 @@ def choose_experts(
         got = None if beta is None else list(beta.shape)
         raise ValueError(f"SparseMoE(max_skipped={sparse.max_skipped}) needs beta, as many thresholds a layer; got {got}")
     taken = sparse._taken(moe)
-    own = jax.lax.top_k(probs, moe.num_experts_per_token)[0].reshape(-1, moe.num_experts_per_token).sum(axis=-1, keepdims=True)
+    own_weights, own_experts = (part.reshape(-1, part.shape[-1]) for part in jax.lax.top_k(probs, moe.num_experts_per_token))
+    own = own_weights.sum(axis=-1, keepdims=True)
     allowed = probs
     if sparse._limits(moe):
         allowed = jnp.where(_within_budget(probs, sparse, counted)[:, None], probs, -1.0)
@@ -212,7 +217,7 @@ def choose_experts(
         weights = weights / (weights.sum(axis=-1, keepdims=True) if renormalises else own)
     elif renormalises:
         weights = weights * (own / weights.sum(axis=-1, keepdims=True))
-    return ExpertChoice(experts=experts, weights=weights, may_skip=sparse.max_skipped > 0)
+    return ExpertChoice(experts=experts, weights=weights, own=own_experts, may_skip=sparse.max_skipped > 0)
 
 
 def skip_ratios(weights: jax.Array, max_skipped: int, *, ratio: str = "share") -> jax.Array:
@@ -248,7 +253,11 @@ def expert_work(
         counted: `[B,T]` bool or `None`.
         channels: `[M]`, the share of their channels that each token's experts compute together; `None` is all.
     """
-    used = jnp.zeros((num_experts,), bool).at[choice.experts.reshape(-1)].set(True)  # E is out of bounds, and dropped
+
+    def distinct(experts: jax.Array) -> jax.Array:
+        used = jnp.zeros((num_experts,), bool).at[experts.reshape(-1)].set(True)  # E is out of bounds, and dropped
+        return used.sum(dtype=jnp.int32)
+
     number = (choice.experts < num_experts).sum(axis=-1, dtype=jnp.int32).reshape(shape)
     counted = jnp.ones(shape, bool) if counted is None else counted
 
@@ -256,7 +265,8 @@ def expert_work(
         return (jnp.where(counted, values.reshape(shape), 0).sum(axis=1) / jnp.maximum(counted.sum(axis=1), 1)).astype(jnp.float32)
 
     return ExpertWork(
-        distinct_experts=used.sum(dtype=jnp.int32),
+        distinct_experts=distinct(choice.experts),
+        dense_distinct_experts=distinct(choice.experts if choice.own is None else choice.own),
         experts_per_token=mean(number),
         channels=None if channels is None else mean(channels),
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specjax.checks import is_int, require
 from specjax.sparsity.attention_sparsity import Reuse, SparseAttention
+from specjax.sparsity.calibrated_for import CalibratedFor
 from specjax.sparsity.sparse_ffn import SparseFFN
 from specjax.sparsity.sparse_moe import SparseMoE
 from specjax.two_level.lossless import Lossless
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
     from specjax.verification.rule import VerificationRule
 
 # The fields that may be `None`.
-_PARTS: dict[str, Any] = {"attention": SparseAttention, "ffn": SparseFFN, "moe": SparseMoE, "lossless": Lossless}
+_PARTS: dict[str, Any] = {
+    "attention": SparseAttention,
+    "ffn": SparseFFN,
+    "moe": SparseMoE,
+    "lossless": Lossless,
+    "calibrated_for": CalibratedFor,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,7 @@ class SparsityConfig:
             once more, and replaces their keys and values, which sparse passes only approximate, so that errors do not add up. 0 is never.
             Such a step is a dense pass over `refresh_every * (G + 1)` rows in the place of one over G + 1.
         lossless: Dense passes check what sparse passes commit, and the output is that of dense verification. `None`: nothing does.
+        calibrated_for: The model that these settings were found on; with another they are refused. `None`: any.
 
     Raises:
         ValueError: A field of another type, anchors without sparse attention, refreshes or `lossless` where nothing is sparse, or both.
@@ -56,6 +64,7 @@ class SparsityConfig:
     reuse: Reuse = Reuse()
     refresh_every: int = 0
     lossless: Lossless | None = None
+    calibrated_for: CalibratedFor | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _PARTS.items():
@@ -110,8 +119,11 @@ class SparsityConfig:
 
         Raises:
             ValueError: Sparse attention where every layer has a window or sinks, an anchor that is no sparse layer, a first sparse layer
-                that is no anchor, or what `SparseFFN.check` and `SparseMoE.check` refuse.
+                that is no anchor, another model than the one that it was calibrated for, or what `SparseFFN.check` and
+                `SparseMoE.check` refuse.
         """
+        if self.calibrated_for is not None:
+            self.calibrated_for.check(model)
         if self.ffn is not None:
             self.ffn.check(model)
         if self.moe is not None:
@@ -138,11 +150,14 @@ class SparsityConfig:
             do_sample: Whether tokens are sampled.
 
         Raises:
-            ValueError: With `lossless` a lossy rule, or, where tokens are sampled, a selection that sees later draft rows.
+            ValueError: With `lossless` a lossy rule, or, where tokens are sampled, a selection that sees later draft rows. (A synthetic
+                rule that has a rate for the dense level too is for timing, and taken.)
         """
         if self.lossless is None:
             return
-        require(verification.lossless, f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {verification!r}")
+        made_up = getattr(verification, "dense_rate", None) is not None
+        fits = verification.lossless or made_up
+        require(fits, f"SparsityConfig.lossless needs a lossless GenerateConfig.verification, got {verification!r}")
         require(
             not (do_sample and self.sees_later_rows),
             "SparsityConfig.lossless with do_sample=True needs a selection that does not see later draft rows, since a token's sparse "
@@ -177,14 +192,15 @@ class SparsityConfig:
             >>> sparsity = SparsityConfig.from_calibration("runs/calibrate.json", agreement=0.99)
 
         Args:
-            path: The JSON that `python -m experiments.run calibrate` writes. Cheapest is the one whose step moves the fewest bytes.
+            path: The JSON that `python -m experiments.run calibrate` writes, from `~` on if you like. Cheapest is the setting whose step
+                moves the fewest bytes.
             agreement: Least share of positions at which sparse and dense passes take the same token for the most likely, on the
                 calibration's texts.
 
         Raises:
             ValueError: No such file, none of a calibration, or no setting that reaches the agreement.
         """
-        rows = _calibrated(Path(path))
+        rows = _calibrated(Path(path).expanduser())
         good = [row for row in rows if row["token_agreement"] >= agreement]
         if not good:
             best = max(rows, key=lambda row: row["token_agreement"])

@@ -35,6 +35,8 @@ from specjax.two_level.level_counts import LevelCounts
 from specjax.two_level.lossless import Lossless
 from specjax.two_level.pace import Pace
 from specjax.verification.rejection_sampling import RejectionSampling
+from specjax.verification.rule import VerificationRule
+from specjax.verification.synthetic_acceptance import SyntheticAcceptance
 from specjax.verification.verify import verify
 
 # One step under a config: the state after it, and the hidden states `[B,G+1,D]` that its tokens came from.
@@ -111,6 +113,11 @@ class Cycle:
     def _logits(self, hidden: jax.Array) -> jax.Array:
         return self.target.apply({"params": self.target_params}, hidden, method="logits")
 
+    def _dense_rule(self, num_tokens: int) -> VerificationRule:
+        """Rejection sampling, whatever the steps verify by; made up only where theirs is."""
+        rule = self.config.verification
+        return rule.of_dense_pass(num_tokens) if isinstance(rule, SyntheticAcceptance) else RejectionSampling()
+
     def _sparse_steps(self, state: DecodeState, settled: Settled, num_steps: jax.Array) -> tuple[DecodeState, jax.Array]:
         """Up to `num_steps` steps, fewer where every row has ended; and the hidden state of each provisional token, `[B,W,D]`."""
         do_sample = self.config.do_sample
@@ -153,7 +160,7 @@ class Cycle:
         sparse_probs = filtered_probs(self._logits(hidden), sampling) if self.config.do_sample else None
         draft = Draft(tokens=tokens, num_drafted=num_provisional, probs=sparse_probs)
         next_keys, verify_keys = split_row_keys(state.row_keys, 2)
-        checked = verify(RejectionSampling(), draft, logits, sampling, verify_keys, do_sample=self.config.do_sample)
+        checked = verify(self._dense_rule(width), draft, logits, sampling, verify_keys, do_sample=self.config.do_sample)
 
         state = dataclasses.replace(
             state,

@@ -38,7 +38,7 @@ class VerificationRule(Protocol):
         Args:
             draft: G proposed tokens a row.
             target_probs: `[B,G+1,V]` float32, the target's distributions after temperature, top-k and top-p: row j judges draft token j,
-                row `num_drafted` gives the bonus token.
+                row `num_drafted` gives the bonus token. A synthetic rule is given logits in their place where decoding is greedy.
             row_keys: `[B]` typed keys.
 
         Returns:

@@ -22,18 +22,29 @@ class SyntheticAcceptance:
 
     Attributes:
         rates: G conditional acceptance probabilities in [0, 1].
+        dense_rate: With two-level verification, the probability of a token that sparse steps committed to be kept by the dense pass, if
+            all before it were. `None`: this rule is not for two levels.
 
     Raises:
         ValueError: No rates, or one outside [0, 1].
     """
 
     rates: tuple[float, ...]
+    dense_rate: float | None = None
     lossless = False
     synthetic = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rates, tuple) or not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
             raise ValueError(f"SyntheticAcceptance.rates must be a non-empty tuple of probabilities, got {self.rates!r}")
+        if self.dense_rate is not None and not 0 <= self.dense_rate <= 1:
+            raise ValueError(f"SyntheticAcceptance.dense_rate must be None or a probability, got {self.dense_rate!r}")
+
+    def of_dense_pass(self, num_tokens: int) -> SyntheticAcceptance:
+        """The rule of the dense level, for up to so many tokens that sparse steps committed."""
+        if self.dense_rate is None:
+            raise ValueError("SyntheticAcceptance has no dense_rate: two-level verification needs one")
+        return SyntheticAcceptance(rates=(self.dense_rate,) * num_tokens)
 
     @classmethod
     def from_mean_acceptance_length(cls, mean_acceptance_length: float, num_speculative_tokens: int) -> SyntheticAcceptance:

@@ -50,7 +50,8 @@ def verify(
     if draft.tokens.shape[1] == 0:
         verification = _without_draft(draft, target_logits, sampling, row_keys, do_sample=do_sample)
     elif rule.synthetic:
-        verification = rule(draft, jax.nn.softmax(target_logits, axis=-1), row_keys)
+        # Greedy decoding forms no distribution, and neither does what only stands for it in timings: arg-max is all it reads.
+        verification = rule(draft, jax.nn.softmax(target_logits, axis=-1) if do_sample else target_logits, row_keys)
     elif do_sample:
         verification = rule(draft, filtered_probs(target_logits, sampling), row_keys)
     else:

@@ -69,9 +69,10 @@ def test_a_calibration_is_read_back_as_a_setting_that_fits_the_target(
         assert 0 <= row["token_agreement"] <= 1
         assert row["measured_tokens"] == 2 * 6
         assert row["flops_ratio"] <= 1 + 1e-6
-        # Of experts a dense step's bytes are those expected of an even choice: a few random steps may read more.
-        assert row["bytes_ratio"] <= 1 + 1e-6 or row["experts_per_token"] is not None
+        assert row["bytes_ratio"] <= 1 + 1e-6
         SparsityConfig.from_json(row["sparsity"]).check(model)
+        with pytest.raises(ValueError, match="this calibration is of 'tiny_target': expected num_layers"):
+            SparsityConfig.from_json(row["sparsity"]).check(tiny_config(num_layers=7, moe=model.moe))
     path = tmp_path / "calibrate.json"
     result: dict[str, Any] = {"experiment": "calibrate", "question": "?", "command": "run", "git_sha": "0" * 40, "config": {}, "rows": rows}
     result |= {"device": {"kind": "cpu", "count": 1}, "versions": {"jax": "0"}}

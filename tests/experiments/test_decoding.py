@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.decoding import Decoder, LogitGap, first_divergence
+from experiments.decoding import Decoder, LogitGap, Prefilled, first_divergence
 from experiments.models import load_model
-from specjax import GenerateConfig
+from specjax import GenerateConfig, PromptLookup
 
 # Float32 on a CPU: the two passes differ in their padding alone.
 TOLERANCE = 1e-4
@@ -17,6 +17,22 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def target(target_path):
     return load_model(str(target_path), dtype="float32")
+
+
+def test_decoders_go_on_from_prompts_that_were_taken_in_once(target):
+    prompts = [[5, 3, 8], [2, 2], [9]]
+    config = GenerateConfig(max_new_tokens=16, num_speculative_tokens=2, cache_capacity=128)
+    sizes = dict(config=config, batch=2, width=16)
+    alone = Decoder(target, PromptLookup(), None, eos_token_ids=(), **sizes)(prompts)
+    prefilled = Prefilled.of(target, PromptLookup(), None, prompts, **sizes)
+    eos = [alone.tokens[0][0]]  # the first prompt's answer ends at once
+    for drafter, ends in ((PromptLookup(), ()), (None, ()), (PromptLookup(), eos)):
+        decoder = Decoder(target, drafter, None, eos_token_ids=ends, prefilled=prefilled, **sizes)
+        expected = alone.tokens if not ends else Decoder(target, drafter, None, eos_token_ids=ends, **sizes)(prompts).tokens
+        assert decoder(prompts).tokens == expected
+        assert decoder.prefill_seconds(prompts) == 0.0
+    assert prefilled.first == [tokens[0] for tokens in alone.tokens]
+    assert (prefilled.cache(2).keys[0] == prefilled.batches[1].target_cache.keys[0][:1]).all()
 
 
 def test_the_first_difference_is_found():

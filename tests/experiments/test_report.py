@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments import report, train_drafter
+from experiments import report, sparse_quality, train_drafter
 from experiments.experiment import ExperimentError
 from experiments.run import RESULTS
 
@@ -99,6 +99,47 @@ def test_a_figure_is_the_same_file_every_time(tmp_path):
     assert drawn.read_bytes() == first
     path.write_text(json.dumps(RESULT))
     assert report.figures(path) == []
+
+
+def quality_row(method: str, setting: str, agreement: float, speed: float | None) -> dict:
+    row = {"target": "t", "method": method, "setting": setting, "reuse": "", "dataset": "meetings", "metric": "rouge", "prompts": 2}
+    row |= {
+        "context": 99.0,
+        "score_dense": 0.5,
+        "score_sparse": 0.4,
+        "score_difference_interval": [-0.2, 0.0],
+        "kl": 0.1,
+        "weights": "real",
+    }
+    row |= {"mean_acceptance_length_sparse": 2.0, "keep_ratio": 0.5, "bytes_ratio": 0.5, "flops_ratio": 0.5}
+    return row | {"token_agreement": agreement, "tokens_per_s": speed, "speedup_over_autoregressive": None}
+
+
+def test_an_optional_result_is_shown_with_its_figures_once_it_is_there(tmp_path):
+    text = "a\n<!-- optional:sparse_quality -->\nstale\n<!-- /optional:sparse_quality -->\nb\n"
+    empty = text.replace("stale\n", "")
+    assert report.rewritten(text, tmp_path) == empty
+    rows = [quality_row("dense", "", 1.0, 50.0), quality_row("attention", "0.5", 0.9, 60.0), quality_row("attention", "0.1", 0.8, 75.0)]
+    rows += [quality_row("window", "0.1", 0.7, None)]
+    path = tmp_path / "sparse_quality.json"
+    path.write_text(json.dumps(RESULT | {"experiment": "sparse_quality", "rows": rows}))
+    shown = report.rewritten(empty, tmp_path)
+    assert "| attention 0.1 |" in shown
+    assert "![Faster? (trade-off)](experiments/results/sparse_quality-trade-off.svg)" in shown
+    assert "![Faster? (meetings-rouge)](experiments/results/sparse_quality-meetings-rouge.svg)" in shown
+    assert report.rewritten(shown, tmp_path) == shown
+    path.unlink()
+    assert report.rewritten(shown, tmp_path) == empty
+    assert "trade-off" not in sparse_quality.plots(rows[::3])
+
+
+def test_the_trade_off_is_speed_against_agreement(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [quality_row("dense", "", 1.0, 50.0), quality_row("attention", "0.5", 0.9, 60.0), quality_row("attention", "0.1", 0.8, 75.0)]
+    path = tmp_path / "sparse_quality.json"
+    path.write_text(json.dumps(RESULT | {"experiment": "sparse_quality", "rows": rows}))
+    assert [drawn.name for drawn in report.figures(path)] == ["sparse_quality-trade-off.svg", "sparse_quality-meetings-rouge.svg"]
+    assert lines_of(sparse_quality.plots(rows)["trade-off"])["attention, meetings"] == [1.5, 1.2]
 
 
 def trained_row(variant: str, length: float, **changes: object) -> dict:

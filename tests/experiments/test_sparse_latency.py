@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import sparse_latency
+from experiments import mid_decode, sparse_latency
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import ROW_KEYS
 
 BLOCKS = ("block_size=8", "dense_below=16")
-LATENCY = "model context batch rows method keep_ratio steps_between_dense assumed_dense_acceptance ms_dense ms_sparse ms_per_token_dense "
-LATENCY += "ms_per_token_sparse speedup floor_ms"
+LATENCY = "model context batch rows method keep_ratio steps_between_dense assumed_dense_acceptance ms_dense ms_sparse speedup_is "
+LATENCY += "ms_per_token_dense ms_per_token_sparse speedup floor_ms"
 
 
 def run_latency(*settings):
@@ -24,6 +24,7 @@ def test_every_setting_has_a_row_without_checks_and_one_for_each_of_them():
     assert [row["method"] for row in rows] == ["attention 0.25 (reuse: draft tokens)"] * 3 + ["ffn 0.5"] * 3
     assert [(row["steps_between_dense"], row["assumed_dense_acceptance"]) for row in rows[:3]] == [(None, None), (2, 0.9), (2, 1.0)]
     # 128 tokens are 16 blocks; of 16 + 0.25 * 112 = 44 tokens 6 blocks are kept.
+    assert [row["speedup_is"] for row in rows[:3]] == ["measured", "computed", "computed"]
     assert [row["keep_ratio"] for row in rows] == [6 / 16] * 3 + [0.5] * 3
     # Both of one process and one cache: what a pass must read falls by what it leaves out.
     assert 0 < rows[0]["floor_ms"] != rows[3]["floor_ms"] > 0
@@ -45,7 +46,7 @@ def test_a_step_costs_what_was_measured_and_checks_cost_what_the_arithmetic_says
 def test_what_does_not_fit_the_device_or_the_window_is_named_and_left_out(capsys, monkeypatch):
     assert run_latency("contexts=8192", "attention=0.25") == []
     assert "context 8192: left out, the model's window has 4096 tokens" in capsys.readouterr().err
-    monkeypatch.setattr(sparse_latency, "device", lambda: {"memory_bytes": 2e9})
+    monkeypatch.setattr(mid_decode, "device", lambda: {"memory_bytes": 2e9})
     assert run_latency("contexts=128", "attention=0.25") == []
     assert "it needs about 4 GB, the device has 2 GB" in capsys.readouterr().err
     with pytest.raises(ExperimentError, match="nothing to time"):

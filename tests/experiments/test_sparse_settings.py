@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments.experiment import ExperimentError
 from experiments.models import Model
-from experiments.sparse_settings import SparseWords, laid_out_for, named_settings
+from experiments.sparse_settings import SparseWords, check_weights, laid_out_for, named_settings
 from specjax import MoEConfig, SparseAttention, SparsityConfig
+from specjax.sparsity.calibrated_for import CalibratedFor
 from specjax.sparsity.calibration import MLPSamples
 from specjax.sparsity.histogram import NUM_BINS
 from tests.helpers import random_model, tiny_config
@@ -116,6 +120,20 @@ def test_a_calibration_brings_anchors_thresholds_and_settings(calibration):
     assert experts.sparsity.ffn.tau == (0.1, 0.2)
     assert skipped.sparsity.moe.beta == ((0.1, 0.2), (0.3, 0.4))
     assert not words(moe=(1,), calibration=calibration).needs_samples(MIXTURE)
+
+
+def test_a_calibration_of_another_model_is_refused(calibration):
+    path, weights = Path(calibration), {"source": "theirs", "source_sha256": {"theirs": "22"}}
+    rows = json.loads(path.read_text())["rows"]
+    made_for = CalibratedFor.of(DENSE, name="mine", metadata={"source_sha256": {"mine": "11"}})
+    rows[1]["calibrated_for"] = dataclasses.asdict(made_for)
+    path.write_text(json.dumps({"rows": rows}))
+    asked = words(attention=(0.5,), reuse=("both",), controls=(), calibration=calibration)
+    target = Model("tiny", None, {}, "real", SimpleNamespace(metadata=weights))
+    with pytest.raises(ExperimentError, match="expected weights from files with SHA-256 11, got 'theirs' with 22"):
+        check_weights(named_settings(asked, DENSE), asked, target)
+    with pytest.raises(ExperimentError, match="this calibration is of 'mine': expected num_layers = 6.* got num_layers = 2"):
+        named_settings(asked, MIXTURE)
 
 
 def test_what_a_calibration_has_not_is_refused(calibration, tmp_path):

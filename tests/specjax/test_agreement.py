@@ -38,6 +38,18 @@ def mean_nll(log_probs: np.ndarray, following: np.ndarray) -> float:
 
 
 @pytest.mark.full
+def test_a_context_may_be_in_a_cache_already() -> None:
+    model, params = tiny_target()
+    cache = model.apply({"params": params}, jnp.asarray(TOKENS, jnp.int32), model.init_cache(batch_size=2, capacity=72)).cache
+    for sparsity in (SPARSE, SparsityConfig(ffn=SPARSE.ffn)):
+        found, expected = measured(sparsity, cache=cache).summary(), measured(sparsity).summary()
+        assert found["token_agreement"] == expected["token_agreement"]
+        assert found["mean_kl"] == pytest.approx(expected["mean_kl"], rel=TOLERANCE)
+    with pytest.raises(ValueError, match="needs a cache of 68 slots for these texts, got 64"):
+        measured(SPARSE, cache=model.init_cache(batch_size=2, capacity=64))
+
+
+@pytest.mark.full
 def test_agreement_is_that_of_passes_made_one_by_one() -> None:
     model, params = tiny_target()
     found = measured(SPARSE)

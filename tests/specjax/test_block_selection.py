@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import SparseAttention
+from specjax.kernels.block_scores import block_scores
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.models.block_selection import Selection, select_blocks
 from specjax.models.block_summaries import summarise
@@ -90,13 +91,38 @@ def test_the_most_relevant_blocks_win_as_in_a_loop_over_heads() -> None:
     assert got[0][0] != got[0][1] or got[0][0] != got[1][0], "heads and rows choose for themselves"
 
 
-@pytest.mark.parametrize("score", ["mean", "bounds", "oracle", "window"])
-def test_a_needle_far_back_is_found_by_retrieval_and_lost_by_a_window(score: str) -> None:
+@pytest.mark.parametrize("score", ["mean", pytest.param("bounds", marks=pytest.mark.full)])
+def test_heads_that_share_a_budget_keep_the_largest_scores_of_all_of_them(score: str) -> None:
+    query, keys, _ = arrays()
+    keys = keys.at[:, 1].multiply(3.0)  # the second head's scores are larger on both sides, and so it takes more
+    chosen_by = settings(score=score, budget="layer", head_limit=1.2)
+    for length in (5, 61, 100, 124):
+        got = sets(select(chosen_by, query, keys, jnp.full((3,), length)))
+        there, forced = -(-(length + NUM_ROWS) // BLOCK), always_kept(length)
+        share = min(there, max(len(forced), chosen_by.budget_blocks(length + NUM_ROWS)))
+        most = min(there, chosen_by.max_chosen(capacity=CAPACITY, num_rows=NUM_ROWS))
+        for b, row in enumerate(got):
+            assert sum(map(len, row)) == 2 * share
+            assert all(forced <= set(blocks) <= set(range(there)) and len(blocks) <= most for blocks in row)
+            scores = np.asarray(block_scores(query[:, :1], summarise(keys, score, BLOCK), group="mean"))[b, :, 0]
+            wanted: list[set[int]] = [set(forced), set(forced)]
+            free = [(head, block) for head in range(2) for block in set(range(there)) - forced]
+            for head, block in sorted(free, key=lambda place: -scores[place]):
+                if sum(map(len, wanted)) < 2 * share and len(wanted[head]) < most:
+                    wanted[head].add(block)
+            assert [set(blocks) for blocks in row] == wanted
+    assert {len(blocks) for row in got for blocks in row} > {8}, "some head is at its limit, and others have less"
+
+
+@pytest.mark.parametrize(
+    ("score", "changes"), [("mean", {}), ("bounds", {}), ("oracle", {}), ("window", {}), ("mean", dict(budget="layer", head_limit=1.5))]
+)
+def test_a_needle_far_back_is_found_by_retrieval_and_lost_by_a_window(score: str, changes: dict) -> None:
     query, keys, values = (np.array(x) for x in arrays())
     query[:] = 3 * query[:, :1, :1] / np.linalg.norm(query[:, :1, :1], axis=-1, keepdims=True)
     keys[:, :, 18] = 6 * query[:, :1, 0]  # in the third block
     length = np.full((3,), 110)
-    selection = select(settings(score=score), query, keys, length)
+    selection = select(settings(score=score, **changes), query, keys, length)
     sparse = jax.jit(block_sparse_attention, static_argnames=("block_size", "scale"))(
         query, keys, values, length, selection.block_ids, selection.num_blocks, block_size=BLOCK, scale=HEAD_DIM**-0.5
     )
@@ -146,8 +172,8 @@ def test_random_is_seeded_and_differs_between_rows_heads_and_lengths() -> None:
 
 def test_a_budget_of_more_blocks_than_there_are_keeps_them_all() -> None:
     query, keys, _ = arrays()
-    for keep, dense_below in ((1.0, 0), (0.1, 10_000), (0.9, 120)):
-        got = sets(select(settings(keep=keep, dense_below=dense_below), query, keys, jnp.array([3, 40, 101])))
+    for keep, dense_below, budget in ((1.0, 0, "head"), (0.1, 10_000, "head"), (0.9, 120, "head"), (0.9, 120, "layer")):
+        got = sets(select(settings(keep=keep, dense_below=dense_below, budget=budget), query, keys, jnp.array([3, 40, 101])))
         assert [row[0] for row in got] == [list(range(-(-(length + NUM_ROWS) // BLOCK))) for length in (3, 40, 101)]
 
 

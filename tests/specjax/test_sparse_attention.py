@@ -25,7 +25,7 @@ from specjax import (
 from specjax.generate import _generate, prepare_call
 from specjax.kernels.rope_and_write import write_slots
 from specjax.models.block_summaries import BlockSummaries
-from specjax.models.sparse_attention import prepare_cache
+from specjax.models.sparse_attention import dense_reads, prepare_cache
 from tests.helpers import (
     FLOAT32_TOLERANCE,
     NUM_TOKENS,
@@ -92,7 +92,12 @@ def test_a_pass_that_keeps_everything_is_the_dense_pass_at_every_length(num_draf
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(rows="each", score="bounds"), *(pytest.param(x, marks=FULL) for x in (dict(rows="union"), dict(rows="mean", score="oracle")))],
+    [
+        dict(rows="each", score="bounds"),
+        pytest.param(dict(rows="union"), marks=FULL),
+        pytest.param(dict(rows="mean", score="oracle"), marks=FULL),
+        pytest.param(dict(budget="layer"), marks=FULL),
+    ],
 )
 def test_a_pass_that_keeps_everything_is_dense_whoever_chooses(changes: dict) -> None:
     model, params = tiny_target()
@@ -164,6 +169,11 @@ def test_layers_with_a_window_stay_dense() -> None:
     got = one_pass(model, params, tokens_of(4), cache, little())
     dense = one_pass(model, params, tokens_of(4), cache, None)
     assert got.reads.keep_ratio_per_layer[0] == 1
+    # Behind 48, 71 and 80 tokens 4 rows see from 33, 56 and 65 on, in blocks 4 to 6, 7 to 9 and 8 to 10.
+    assert got.reads.blocks_there.tolist() == [[3.0, 7.0], [3.0, 10.0], [3.0, 11.0]]
+    assert got.reads.blocks_read[:, 0].tolist() == [3.0, 3.0, 3.0]
+    attention = little().attention
+    assert dense_reads(cache, attention, 4, model.config).blocks_read.tolist() == got.reads.blocks_there.tolist()
     assert got.reads.keep_ratio_per_layer[1] < 0.8
     assert [len(kept) for kept in got.cache.summaries.layers] == [0, 1]
     np.testing.assert_array_equal(got.cache.keys[1], dense.cache.keys[1])

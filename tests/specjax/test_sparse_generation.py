@@ -98,10 +98,13 @@ def test_experts_that_are_skipped_are_counted() -> None:
     moe = summary["sparse_moe"]
     assert moe["experts_per_token_per_layer"] == [2.0, None]  # every share is below 1, so one of three is always skipped
     assert moe["keep_ratio"] == pytest.approx(2 / 3, rel=1e-6)
-    assert 2.0 <= moe["distinct_experts_per_pass"] <= 6.0
+    assert 2.0 <= moe["distinct_experts_per_pass"] <= moe["dense_distinct_experts_per_pass"] <= 6.0
     assert "sparse_ffn" not in summary
     experts = summary["step_work"]["experts"]
     assert experts["flops"] == pytest.approx(experts["dense_flops"] * 2 / 3, rel=1e-6)
+    # Read are the experts that the rows took, of those that they would have taken without skipping.
+    shares = moe["distinct_experts_per_pass"] / moe["dense_distinct_experts_per_pass"]
+    assert experts["bytes"] == pytest.approx(experts["dense_bytes"] * shares, rel=1e-5)
 
 
 @pytest.mark.full
@@ -113,6 +116,11 @@ def test_channels_of_experts_are_counted_too() -> None:
     experts = summary["step_work"]["experts"]
     assert experts["flops"] == pytest.approx(experts["dense_flops"] * 2 / 3 * (1 + 2 * kept) / 3, rel=1e-5)
     assert experts["bytes"] > experts["dense_bytes"] * 2 / 3 * (1 + 2 * kept) / 3  # each token's channels are its own
+    # Without skipping the experts are those of dense passes, as many as the rows took and not as many as an even choice would.
+    alone = run("experts", SparsityConfig(ffn=tau), drafter=False).statistics
+    assert "sparse_moe" not in alone.summary()
+    np.testing.assert_array_equal(alone.pass_counts.distinct_experts, alone.pass_counts.dense_distinct_experts)
+    assert 3 <= float(alone.pass_counts.distinct_experts[:, 0].sum() / alone.pass_counts.passes.sum()) <= 6
 
 
 @pytest.mark.parametrize(

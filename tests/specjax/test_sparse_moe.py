@@ -94,6 +94,8 @@ def assert_same_choice(probs: np.ndarray, moe: MoEConfig, sparse: SparseMoE, bet
         assert (weights[experts == EXPERTS] == 0).all()
     work = expert_work(found, EXPERTS, (probs.shape[0], probs.shape[1]), given["counted"])
     assert int(work.distinct_experts) == len(set().union(*expected))
+    own = np.argsort(-probs.reshape(-1, EXPERTS), axis=-1, kind="stable")[:, : moe.num_experts_per_token]
+    assert int(work.dense_distinct_experts) == len(np.unique(own))
     counted = np.ones(probs.shape[:2], bool) if counted is None else counted
     numbers = np.array([len(choice) for choice in expected]).reshape(probs.shape[:2])
     np.testing.assert_allclose(work.experts_per_token, (numbers * counted).sum(axis=1) / counted.sum(axis=1), rtol=FLOAT32_TOLERANCE)

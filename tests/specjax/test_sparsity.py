@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from fractions import Fraction
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import GenerateConfig, Lossless, Reuse, SparseAttention, SparseFFN, SparseMoE, SparsityConfig
+from specjax import GenerateConfig, Lossless, MoEConfig, Reuse, SparseAttention, SparseFFN, SparseMoE, SparsityConfig
+from specjax.sparsity.calibrated_for import CalibratedFor
 from tests.helpers import tiny_config
 
 
@@ -45,6 +47,9 @@ def test_static_widths_are_clamped_to_the_blocks_there_are() -> None:
     union = SparseAttention(block_size=8, keep=0.25, dense_below=16, head_blocks=1, tail_blocks=1, rows="union")
     assert union.max_read(capacity=80, num_rows=2) == 5  # 2 * 4, less the three that both keep in any case
     assert union.max_read(capacity=80, num_rows=9) == 10
+    layer = dataclasses.replace(settings, budget="layer", head_limit=1.3)
+    assert (layer.max_kept(capacity=80, num_rows=4), layer.max_chosen(capacity=80, num_rows=4)) == (4, 6)  # 5.2, rounded up
+    assert layer.max_chosen(capacity=16, num_rows=4) == 2
 
 
 BAD = [
@@ -57,6 +62,8 @@ BAD = [
     (SparseAttention, "tail_blocks", -2, "SparseAttention.tail_blocks must be an int of at least 0, got -2"),
     (SparseAttention, "score", "quest", "SparseAttention.score must be one of .* got 'quest'"),
     (SparseAttention, "group", "sum", "SparseAttention.group must be one of .* got 'sum'"),
+    (SparseAttention, "budget", "model", "SparseAttention.budget must be one of .* got 'model'"),
+    (SparseAttention, "head_limit", 0.5, "SparseAttention.head_limit must be a finite number of at least 1, got 0.5"),
     (SparseAttention, "rows", "last", "SparseAttention.rows must be one of .* got 'last'"),
     (Reuse, "anchors", (3, 1), r"Reuse.anchors must be None or an increasing tuple of layers, got \(3, 1\)"),
     (Reuse, "anchors", [0], r"Reuse.anchors must be None or an increasing tuple of layers, got \[0\]"),
@@ -133,6 +140,37 @@ def test_settings_go_through_json_and_are_hashable() -> None:
         SparsityConfig.from_json({"attention": {"rho": 0.2}})
     with pytest.raises(ValueError, match="Reuse must be an object of fields, got 3"):
         SparsityConfig.from_json({"reuse": 3})
+
+
+def test_a_calibration_is_refused_by_another_model_and_by_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16)
+    models = {"dense": tiny_config(), "mixture": tiny_config(moe=moe)}
+    hashed = {"source": "a.gguf", "source_sha256": {"b": "22", "a": "11"}}
+    for name, model in models.items():
+        made_for = CalibratedFor.of(model, name=name, metadata=hashed)
+        sparsity = SparsityConfig(attention=SparseAttention(), calibrated_for=made_for)
+        assert SparsityConfig.from_json(json.loads(json.dumps(sparsity.to_json()))) == sparsity
+        (tmp_path / "x.json").write_text(
+            json.dumps(
+                {"rows": [{"setting": "s", "sparsity": sparsity.to_json(), "token_agreement": 1.0, "bytes_ratio": 1, "flops_ratio": 1}]}
+            )
+        )
+        monkeypatch.setenv("HOME", str(tmp_path))
+        found = SparsityConfig.from_calibration("~/x.json")
+        assert found == sparsity
+        found.check(model)
+        with pytest.raises(
+            ValueError, match=f"this calibration is of '{name}': expected num_layers = {model.num_layers}, got num_layers = 7"
+        ):
+            found.check(dataclasses.replace(model, num_layers=7))
+    with pytest.raises(ValueError, match="expected .*num_experts = 4, num_experts_per_token = 2, got .*num_experts = 0, num_experts_per_"):
+        found.check(models["dense"])
+    for unknown in ({}, {"source_sha256": None}, hashed):
+        made_for.check_source(unknown)
+    with pytest.raises(ValueError, match="expected weights from files with SHA-256 11, 22, got 'b.gguf' with 33"):
+        made_for.check_source({"source": "b.gguf", "source_sha256": {"b.gguf": "33"}})
+    with pytest.raises(ValueError, match="source_sha256 must be a tuple of strings, got 3"):
+        dataclasses.replace(made_for, source_sha256=3)
 
 
 def test_nothing_is_sparse_by_default() -> None:

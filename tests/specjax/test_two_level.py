@@ -92,6 +92,7 @@ SETTINGS = [
     dict(HARSH, score="random", keep=0.5),
     dict(HARSH, rows="union", keep=0.5),
     dict(HARSH, rows="mean", keep=0.3, head_blocks=1),
+    dict(HARSH, keep=0.5, budget="layer"),
     dict(HARSH, dense_below=60),  # crossed on the way
     dict(HARSH, keep=0.5, reuse=Reuse(anchors=(0,))),
     dict(MILD, ffn=SparseFFN(keep=0.5)),

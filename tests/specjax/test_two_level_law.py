@@ -136,7 +136,13 @@ def test_block_verification_of_drafts_leaves_the_law_as_it_is(drafter_name: str)
 @FULL
 @pytest.mark.parametrize(
     "changes",
-    [dict(rows="each", score="bounds"), dict(score="random", keep=0.5), dict(score="window", keep=0.3), dict(score="oracle", keep=0.3)],
+    [
+        dict(rows="each", score="bounds"),
+        dict(score="random", keep=0.5),
+        dict(score="window", keep=0.3),
+        dict(score="oracle", keep=0.3),
+        dict(keep=0.3, budget="layer"),
+    ],
 )
 @pytest.mark.full
 def test_the_law_is_exact_whoever_chooses_blocks_without_looking_ahead(changes: dict) -> None:

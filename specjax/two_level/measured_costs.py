@@ -1,0 +1,196 @@
+"""What two levels take here, by running them: a dense step, a sparse one, and the dense pass that checks sparse ones.
+
+`Lossless` without these numbers takes the time of a sparse step from the bytes that it reads, and a checking pass for as long as a dense
+step. Measured ones hold drafting, sampling and commit, and whatever this device makes of the shapes; the choice between two levels and
+dense verification is then made from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax.checks import is_int, require, require_positive
+from specjax.config import GenerateConfig
+from specjax.drafting.drafter import Drafter
+from specjax.generate import decode_step, prepare_call
+from specjax.models.transformer import Transformer
+from specjax.prefill import prefill
+from specjax.sparsity.sparsity_config import SparsityConfig
+from specjax.two_level.lossless import Lossless
+from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoLevelCosts:
+    """Times of whole steps of one batch, in milliseconds.
+
+    Attributes:
+        dense_ms: A step of dense verification.
+        sparse_ms: A step of sparse verification.
+        check_ms: The dense pass behind `max_steps` sparse steps, with what settles them.
+        max_steps: Steps that it checks.
+
+    Raises:
+        ValueError: A time that is not positive: it was lost in noise.
+    """
+
+    dense_ms: float
+    sparse_ms: float
+    check_ms: float
+    max_steps: int
+
+    def __post_init__(self) -> None:
+        require_positive(dense_ms=self.dense_ms, sparse_ms=self.sparse_ms, check_ms=self.check_ms)
+
+    @property
+    def step_cost(self) -> float:
+        """A sparse step over a dense one."""
+        return self.sparse_ms / self.dense_ms
+
+    @property
+    def check_cost(self) -> float:
+        """A checking pass over a dense step."""
+        return self.check_ms / self.dense_ms
+
+    def lossless(self, *, adapt: bool = True) -> Lossless:
+        """Settings that decide by these costs."""
+        return Lossless(max_steps=self.max_steps, adapt=adapt, step_cost=self.step_cost, check_cost=self.check_cost)
+
+    def speedup(self, *, tokens_per_step: float, acceptance: float) -> float:
+        """What the best number of steps is worth over dense verification, by `two_level_speedup`; below 1 dense verification is faster."""
+        return max(
+            two_level_speedup(num_steps=steps, tokens_per_step=tokens_per_step, acceptance=acceptance, **self._costs)
+            for steps in range(1, self.max_steps + 1)
+        )
+
+    def break_even(self, *, tokens_per_step: float) -> float | None:
+        """The least acceptance of the dense level at which any number of steps pays; `None` where none does even if all is accepted."""
+        found = (
+            break_even_dense_acceptance(num_steps=steps, tokens_per_step=tokens_per_step, **self._costs)
+            for steps in range(1, self.max_steps + 1)
+        )
+        return min((acceptance for acceptance in found if acceptance is not None), default=None)
+
+    def describe(self, *, tokens_per_step: float) -> str:
+        """One line: the times, and from which acceptance on two levels pay."""
+        times = f"dense step {self.dense_ms:.3g} ms, sparse {self.sparse_ms:.3g} ms ({self.step_cost:.2f}), "
+        times += f"check of up to {self.max_steps} steps {self.check_ms:.3g} ms ({self.check_cost:.2f}); "
+        least = self.break_even(tokens_per_step=tokens_per_step)
+        if least is None:
+            return times + f"with {tokens_per_step:.2f} tokens a step two levels never pay"
+        return times + f"with {tokens_per_step:.2f} tokens a step two levels pay where the dense level accepts more than {least:.3f}"
+
+    @property
+    def _costs(self) -> dict[str, float]:
+        return {"step_cost": self.step_cost, "check_cost": self.check_cost}
+
+
+def measure_costs(
+    target: Transformer,
+    target_params: Any,
+    drafter: Drafter | None,
+    drafter_params: Any,
+    prompt_tokens: Any,
+    *,
+    config: GenerateConfig,
+    num_steps: int = 16,
+    repeats: int = 3,
+    **arguments: Any,
+) -> TwoLevelCosts:
+    """Runs the loops that `speculative_generate` would run behind these prompts, and times them. Compiles four programs.
+
+    A time is marginal: that of a loop of `num_steps` steps less that of one step, over the difference; likewise of one cycle and of
+    as many as make so many steps, at least three, each of `max_steps` sparse steps and their check. Medians. Beside the caches of a call
+    the memory of as many again is needed.
+
+    Example:
+        >>> costs = measure_costs(target, params, drafter, drafter_params, prompts, config=config)  # of a config with lossless sparsity
+        >>> print(costs.describe(tokens_per_step=3.0))
+        >>> sparsity = dataclasses.replace(config.sparsity, lossless=costs.lossless())
+
+    Args:
+        target: The target. Static.
+        target_params: Its params.
+        drafter: The drafter, or `None`. Static.
+        drafter_params: Its params.
+        prompt_tokens: As in `speculative_generate`: they settle the batch and the context.
+        config: With lossless sparsity, whose `max_steps` counts; its `max_new_tokens` and capacity do not.
+        num_steps: Steps of the long loops.
+        repeats: Loops of each kind and length to time, in turn.
+        **arguments: `prompt_lengths`, `sampling` and `rng`, as in `speculative_generate`.
+
+    Returns:
+        The costs.
+
+    Raises:
+        ValueError: Sparsity that is not lossless, too few steps, times that are lost in noise, or what `speculative_generate` refuses.
+    """
+    lossless = config.sparsity.lossless
+    if lossless is None:
+        raise ValueError("measure_costs needs config.sparsity.lossless: without it nothing is checked")
+    require(is_int(num_steps, 2) and is_int(repeats, 1), f"measure_costs needs num_steps >= 2 and repeats >= 1, got {num_steps}, {repeats}")
+    num_drafted = 0 if drafter is None else config.num_speculative_tokens
+    num_cycles = 1 + max(2, num_steps // lossless.max_steps)
+    room = max(num_steps * (num_drafted + 1), num_cycles * (lossless.max_provisional(num_drafted) + 1))
+    config = dataclasses.replace(
+        config,
+        max_new_tokens=room,
+        cache_capacity=None,
+        return_log_probs=False,
+        sparsity=dataclasses.replace(config.sparsity, lossless=dataclasses.replace(lossless, adapt=False)),
+    )
+    request, checked = prepare_call(target, drafter, drafter_params, prompt_tokens, config=config, ignore_eos=True, **arguments)
+    params = (target_params, drafter_params)
+    state = jax.jit(lambda params, request: prefill(target, drafter, checked, params[0], params[1], request, None))(params, request)
+    static = {
+        "dense": dataclasses.replace(checked, sparsity=SparsityConfig()),
+        "sparse": dataclasses.replace(checked, sparsity=dataclasses.replace(checked.sparsity, lossless=None)),
+        "cycle": checked,
+    }
+
+    def loop(how: GenerateConfig) -> Callable[[Any, Any, Any], Any]:
+        return _loop(lambda params, state: decode_step(target, drafter, how, params[0], params[1], request, state))
+
+    loops = {name: loop(how) for name, how in static.items()}
+    times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
+    check_ms = times["cycle"] - lossless.max_steps * times["sparse"]
+    try:
+        return TwoLevelCosts(dense_ms=times["dense"], sparse_ms=times["sparse"], check_ms=check_ms, max_steps=lossless.max_steps)
+    except ValueError as error:
+        raise ValueError(f"times are lost in noise ({error}): use more num_steps or repeats") from None
+
+
+def _loop(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """So many steps, one program for any number of them."""
+
+    def repeated(params: Any, state: Any, num_steps: Any) -> Any:
+        return lax.fori_loop(jnp.int32(0), num_steps, lambda _, state: step(params, state), state)
+
+    return jax.jit(repeated)
+
+
+def _times(loops: Mapping[str, Callable], params: Any, state: Any, longest: Mapping[str, int], repeats: int) -> dict[str, float]:
+    """Milliseconds that a step of each loop adds; all in turn, so that what drifts meets them alike."""
+
+    def wall_ms(name: str, num_steps: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(loops[name](params, state, np.int32(num_steps)))
+        return 1e3 * (time.perf_counter() - begin)
+
+    for name in loops:
+        wall_ms(name, longest[name])  # compiles
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(repeats):
+        for name, values in found.items():
+            first, last = wall_ms(name, 1), wall_ms(name, longest[name])
+            values.append((last - first) / (longest[name] - 1))
+    return {name: statistics.median(values) for name, values in found.items()}

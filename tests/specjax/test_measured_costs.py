@@ -1,0 +1,96 @@
+"""Costs of two levels that are measured: what is run for them, what they say, and acceptance made up at both levels, for timing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from specjax import (
+    GenerateConfig,
+    Lossless,
+    RejectionSampling,
+    SparseAttention,
+    SparsityConfig,
+    SyntheticAcceptance,
+    TypicalAcceptance,
+    speculative_generate,
+)
+from specjax.two_level import measured_costs
+from specjax.two_level.measured_costs import TwoLevelCosts, measure_costs
+from specjax.two_level.two_level_cost import two_level_speedup
+from tests.helpers import ReplayDrafter, random_prompts, recorded, tiny_target
+
+SPARSE = SparsityConfig(attention=SparseAttention(block_size=4, keep=0.1, dense_below=8), lossless=Lossless(max_steps=2, adapt=False))
+CONFIG = GenerateConfig(max_new_tokens=24, num_speculative_tokens=2, sparsity=SPARSE)
+PROMPTS = random_prompts((20, 17))
+RECORDED = recorded(np.zeros((2, 100)), [20, 17])
+
+
+def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypatch):
+    target, params = tiny_target()
+    ends = {}
+
+    def times(loops, params, state, longest, repeats):
+        for name, loop in loops.items():
+            ends[name] = loop(params, state, np.int32(1)).statistics
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
+
+    monkeypatch.setattr(measured_costs, "_times", times)
+    found = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=CONFIG, num_steps=4)
+    assert found == TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
+    assert found.lossless() == Lossless(max_steps=2, step_cost=0.25, check_cost=1.25)
+    # One loop makes a step of each row, the other a cycle of two and their check; only sparse ones read less.
+    assert [int(ends[name].num_steps) for name in ("dense", "sparse", "cycle")] == [2, 2, 4]
+    assert [int(ends[name].levels.dense_passes.sum()) for name in ("dense", "sparse", "cycle")] == [0, 0, 2]
+    assert [int(ends[name].pass_counts.num_passes.sum()) for name in ("dense", "sparse", "cycle")] == [0, 2, 4]
+    config = dataclasses.replace(CONFIG, sparsity=dataclasses.replace(SPARSE, lossless=None))
+    with pytest.raises(ValueError, match="needs config.sparsity.lossless"):
+        measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config)
+    with pytest.raises(ValueError, match="check_ms must be a positive finite number, got -1.0"):
+        dataclasses.replace(found, check_ms=-1.0)
+
+
+def test_the_break_even_is_where_the_best_number_of_steps_begins_to_pay():
+    costs = TwoLevelCosts(dense_ms=10.0, sparse_ms=5.0, check_ms=11.0, max_steps=8)
+    least = costs.break_even(tokens_per_step=3.0)
+    assert least is not None
+    assert costs.speedup(tokens_per_step=3.0, acceptance=least) == pytest.approx(1.0)
+    assert costs.speedup(tokens_per_step=3.0, acceptance=0.99) > 1
+    every = [two_level_speedup(num_steps=n, tokens_per_step=3.0, acceptance=0.95, step_cost=0.5, check_cost=1.1) for n in range(1, 9)]
+    assert costs.speedup(tokens_per_step=3.0, acceptance=0.95) == max(every)
+    assert f"more than {least:.3f}" in costs.describe(tokens_per_step=3.0)
+    hopeless = dataclasses.replace(costs, sparse_ms=10.0)
+    assert hopeless.break_even(tokens_per_step=3.0) is None
+    assert hopeless.describe(tokens_per_step=3.0).endswith("two levels never pay")
+
+
+@pytest.mark.full
+def test_acceptance_is_made_up_at_both_levels_as_often_as_asked_for_and_is_marked():
+    target, params = tiny_target()
+    prompts = random_prompts((6,) * 16)
+    drafter_params = recorded(np.zeros((16, 200)), [6] * 16)
+
+    def run(rate):
+        rule = SyntheticAcceptance(rates=(1.0, 0.0), dense_rate=rate)
+        config = dataclasses.replace(CONFIG, max_new_tokens=96, verification=rule)
+        return speculative_generate(target, params, ReplayDrafter(), drafter_params, prompts, config=config).statistics
+
+    found = run(0.7)
+    assert found.synthetic
+    assert float(found.mean_acceptance_length) == pytest.approx(2.0, abs=0.05)  # limits cut some last steps short
+    examined = int(found.levels.examined.sum())
+    # Four standard errors of a coin.
+    assert float(found.levels.dense_acceptance_rate) == pytest.approx(0.7, abs=4 * (0.21 / examined) ** 0.5)
+    assert examined > 500
+
+
+def test_only_a_synthetic_rule_with_a_rate_for_the_dense_level_may_stand_below_a_lossless_one():
+    for rule in (SyntheticAcceptance(rates=(0.5, 0.5)), TypicalAcceptance()):
+        with pytest.raises(ValueError, match="needs a lossless GenerateConfig.verification"):
+            dataclasses.replace(CONFIG, verification=rule)
+    for rule in (SyntheticAcceptance(rates=(0.5, 0.5), dense_rate=1.0), RejectionSampling()):
+        assert dataclasses.replace(CONFIG, verification=rule).verification == rule
+    with pytest.raises(ValueError, match="dense_rate must be None or a probability, got 1.5"):
+        SyntheticAcceptance(rates=(0.5,), dense_rate=1.5)
