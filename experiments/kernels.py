@@ -8,9 +8,12 @@ Result: not measured yet
 `us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop
 without the operation, over the copies. Together the copies are four times the L2 cache, or what is lacking is read besides, in both loops:
 every copy comes from memory, as a layer's cache does in a model. A call's result is the next one's query, or is added to it, so that
-nothing is computed once for all; for `block_selection` and `low_rank_argmax` that is a small elementwise operation, and in `us`.
+nothing is computed once for all; for all but attention that is a small elementwise operation, and in `us`.
 
-`floor_us` is the time that the bytes which must move (keys and values of the slots that are read, summaries, factors) take.
+`floor_us` is the time that the bytes which must move take: keys and values of the slots that are read, summaries, factors, the experts that
+rows use between them.
+
+The reference of `expert_products` is what XLA is fastest with at the shape: experts gathered for each row, or all of them dense.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from experiments.experiment import ExperimentError
 from experiments.timing import Loop, LoopTiming, time_loops
 from specjax.kernels.cases import arguments
 from specjax.kernels.cases import run as run_case
+from specjax.kernels.expert_products import ExpertTuning
 from specjax.kernels.few_row_attention import TuningConfig
-from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, Shape
+from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, ExpertShape, Shape
 from specjax.kernels.triton_call import what_is_missing
 
 SIZES = {"full": SHAPES, "tiny": TINY_SHAPES}
@@ -44,7 +48,8 @@ class Config:
     Attributes:
         shapes: "full", those of `specjax.kernels.shapes`, or "tiny".
         ops: Operations to measure; none is all.
-        implementations: "reference", and of "triton" and "triton@PARTS:SLOTS:WARPS:STAGES", few-row attention cut as `TuningConfig` says.
+        implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES", few-row attention cut as `TuningConfig` says, and
+            "triton@CHANNELS:OUTPUTS:DEPTH:WARPS:STAGES", a mixture of experts cut as `ExpertTuning` says.
         dtype: Of the arrays.
         l2_bytes: The cache that inputs must exceed.
         bandwidth_bytes_per_s: What the floors divide by.
@@ -137,25 +142,28 @@ def loops(shape: Shape, config: Config) -> dict[str, Loop]:
 
         return repeated
 
-    can_be_tuned = isinstance(shape, AttentionShape)
-    names = (None, *(name for name in config.implementations if can_be_tuned or "@" not in name))
+    tuned = TuningConfig if isinstance(shape, AttentionShape) else ExpertTuning if isinstance(shape, ExpertShape) else None
+    names = (None, *(name for name in config.implementations if "@" not in name or type(tuning_of(name)) is tuned))
     return {name or EMPTY: Loop(step(name), params, state) for name in names}
 
 
-def tuning_of(implementation: str) -> TuningConfig | None:
+def tuning_of(implementation: str) -> TuningConfig | ExpertTuning | None:
     """What stands behind the `@` of an implementation's name.
 
     Raises:
-        ExperimentError: Not four numbers that a `TuningConfig` takes.
+        ExperimentError: Not four numbers that a `TuningConfig` takes, nor five that an `ExpertTuning` does.
     """
     _, at, text = implementation.partition("@")
     if not at:
         return None
     try:
-        parts, block_slots, num_warps, num_stages = map(int, text.split(":"))
-        return TuningConfig(parts=parts, block_slots=block_slots, num_warps=num_warps, num_stages=num_stages)
+        numbers = tuple(map(int, text.split(":")))
+        if len(numbers) == 5:
+            return ExpertTuning(**dict(zip(("channels", "outputs", "depth", "num_warps", "num_stages"), numbers, strict=True)))
+        return TuningConfig(**dict(zip(("parts", "block_slots", "num_warps", "num_stages"), numbers, strict=True)))
     except ValueError as error:
-        raise ExperimentError(f"expected triton@PARTS:SLOTS:WARPS:STAGES, got {implementation!r}: {error}") from None
+        shapes = "triton@PARTS:SLOTS:WARPS:STAGES or triton@CHANNELS:OUTPUTS:DEPTH:WARPS:STAGES"
+        raise ExperimentError(f"expected {shapes}, got {implementation!r}: {error}") from None
 
 
 def _next_query(shape: Shape, query: jax.Array, result: Any) -> jax.Array:

@@ -10,13 +10,18 @@ import jax.numpy as jnp
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.expert_products import ExpertTuning, expert_products, without_kernel
+from specjax.kernels.expert_products.triton_launch import expert_products_triton
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
+from specjax.kernels.gated_unit import GatedUnit
 from specjax.kernels.low_rank_argmax import low_rank_argmax
-from specjax.kernels.shapes import AttentionShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.shapes import AttentionShape, ExpertShape, LowRankShape, SelectionShape, Shape
+
+_MIXTURE: dict[str, Any] = dict(activation=GatedUnit(), gate_up_bias=None, down_bias=None)
 
 
 def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
-    """Random arrays of a full cache, of blocks chosen by lot, or of a head.
+    """Random arrays of a full cache, of blocks chosen by lot, of a head, or of experts chosen by lot.
 
     Args:
         shape: The sizes.
@@ -27,6 +32,8 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]
     if isinstance(shape, LowRankShape):
         sizes = (shape.rows, shape.hidden), (shape.rank, shape.hidden), (shape.vocab, shape.rank)
         return tuple(jax.random.normal(key, size, dtype) for key, size in zip((first, second, third), sizes, strict=True))
+    if isinstance(shape, ExpertShape):
+        return _mixture(shape, dtype, rng)
     heads = shape.kv_heads * shape.group
     if isinstance(shape, SelectionShape):
         query = jax.random.normal(first, (shape.batch, heads, shape.head_dim), dtype)
@@ -44,23 +51,40 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]
     return query, keys, values, length, block_ids, jnp.full(block_ids.shape[:2], width, jnp.int32)
 
 
-def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str, *, tuning: TuningConfig | None = None) -> Any:
+def _mixture(shape: ExpertShape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
+    """Weights of the scale that trained ones have: activations stay of order 1."""
+    first, second, third, fourth = jax.random.split(rng, 4)
+    x = jax.random.normal(first, (shape.rows, shape.hidden), dtype)
+    scores = jax.random.normal(second, (shape.rows, shape.experts))
+    weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), shape.choices)
+    gate_up = jax.random.normal(third, (shape.experts, shape.hidden, 2, shape.ffn), dtype) * jnp.asarray(shape.hidden**-0.5, dtype)
+    down = jax.random.normal(fourth, (shape.experts, shape.ffn, shape.hidden), dtype) * jnp.asarray(shape.ffn**-0.5, dtype)
+    return x, experts, weights / weights.sum(axis=-1, keepdims=True), gate_up, down
+
+
+def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str, *, tuning: TuningConfig | ExpertTuning | None = None) -> Any:
     """Calls the operation.
 
     Args:
         shape: The sizes.
         arrays: From `arguments`.
-        implementation: Passed on.
-        tuning: How few-row attention cuts its work; for `"triton"` alone.
+        implementation: Passed on; of a mixture of experts `"reference"` is what XLA is fastest with, `"auto"` without the kernel.
+        tuning: How few-row attention or a mixture of experts cuts its work; for `"triton"` alone.
 
     Raises:
         ValueError: A `tuning` for anything else.
     """
-    if tuning is not None:
-        if implementation != "triton" or not isinstance(shape, AttentionShape):
-            raise ValueError(f"a tuning is for few-row attention as 'triton', not for {shape.op} as {implementation!r}")
+    if isinstance(tuning, ExpertTuning) and isinstance(shape, ExpertShape) and implementation == "triton":
+        return expert_products_triton(*arrays, **_MIXTURE, may_skip=False, tuning=tuning)
+    if isinstance(tuning, TuningConfig) and isinstance(shape, AttentionShape) and implementation == "triton":
         listed = None if shape.kept_slots is None else ListedBlocks(arrays[4], arrays[5], None, block_size=shape.block_size)
         return few_row_attention(*arrays[:4], scale=shape.head_dim**-0.5, listed=listed, tuning=tuning)
+    if tuning is not None:
+        raise ValueError(f"{tuning} is not for {shape.op} as {implementation!r}")
+    if isinstance(shape, ExpertShape):
+        if implementation == "reference":
+            implementation = without_kernel(shape.rows * shape.choices, shape.experts)
+        return expert_products(*arrays, **_MIXTURE, implementation=implementation)
     if isinstance(shape, LowRankShape):
         return low_rank_argmax(*arrays, implementation=implementation)
     if isinstance(shape, SelectionShape):

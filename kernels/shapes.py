@@ -97,7 +97,37 @@ class LowRankShape:
         return itemsize * (self.rank * (self.hidden + self.vocab) + self.rows * self.hidden)
 
 
-Shape = AttentionShape | SelectionShape | LowRankShape
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """`expert_products`.
+
+    Attributes:
+        rows: M.
+        choices: C.
+        experts: E.
+        hidden: D.
+        ffn: F.
+    """
+
+    rows: int
+    choices: int
+    experts: int
+    hidden: int
+    ffn: int
+    op: ClassVar[str] = "expert_products"
+
+    @classmethod
+    def of(cls, experts: tuple[int, ...], gate_up: tuple[int, ...]) -> ExpertShape:
+        """From the shapes of the arrays, `[M,C]` and `[E,D,2,F]`."""
+        return cls(rows=experts[0], choices=experts[1], experts=gate_up[0], hidden=gate_up[1], ffn=gate_up[3])
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the experts that rows use between them if each chooses evenly and apart, and the rows."""
+        distinct = self.experts * (1 - (1 - self.choices / self.experts) ** self.rows)
+        return round(itemsize * self.hidden * (3 * self.ffn * distinct + 2 * self.rows))
+
+
+Shape = AttentionShape | SelectionShape | LowRankShape | ExpertShape
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
@@ -132,6 +162,13 @@ LOW_RANK_SHAPES = (
     *(LowRankShape(rows=rows, hidden=4096, rank=512, vocab=128256) for rows in (1, 8, 64)),
     *(LowRankShape(rows=rows, hidden=2048, rank=256, vocab=151936) for rows in (1, 64)),
 )
+# Qwen3-30B-A3B, GPT-OSS-20B, and a mixture of OLMoE's kind.
+_MIXTURES = (
+    dict(choices=8, experts=128, hidden=2048, ffn=768),
+    dict(choices=4, experts=32, hidden=2880, ffn=2880),
+    dict(choices=8, experts=64, hidden=2048, ffn=1024),
+)
+EXPERT_SHAPES = tuple(ExpertShape(rows=rows, **mixture) for mixture in _MIXTURES for rows in (1, 6, 16, 64))
 _TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
 # For a run that only shows that everything works.
 TINY_SHAPES: tuple[Shape, ...] = (
@@ -139,5 +176,6 @@ TINY_SHAPES: tuple[Shape, ...] = (
     AttentionShape(rows=3, slots=64, kept_slots=32, block_size=16, **_TINY),
     SelectionShape(blocks=8, chosen=4, **_TINY),
     LowRankShape(rows=3, hidden=16, rank=8, vocab=40),
+    ExpertShape(rows=3, choices=2, experts=4, hidden=16, ffn=8),
 )
-SHAPES: tuple[Shape, ...] = (*ATTENTION_SHAPES, *SPARSE_ATTENTION_SHAPES, *SELECTION_SHAPES, *LOW_RANK_SHAPES)
+SHAPES: tuple[Shape, ...] = (*ATTENTION_SHAPES, *SPARSE_ATTENTION_SHAPES, *SELECTION_SHAPES, *LOW_RANK_SHAPES, *EXPERT_SHAPES)

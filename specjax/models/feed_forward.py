@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
+from specjax.kernels.gated_unit import GatedUnit
 from specjax.models.layers import PROJECTION_INIT
 from specjax.models.projections import Projections
 from specjax.sparsity.histogram import histogram
@@ -16,29 +15,16 @@ from specjax.sparsity.sparse_ffn import FeedForwardWork, sparse_feed_forward
 from specjax.sparsity.sparse_mlp import SparseMLP
 
 
-def gate_activation(config: ModelConfig, gate: jax.Array) -> jax.Array:
-    """What the gate's half becomes before up multiplies it; see `ModelConfig.activation`."""
+def gated_unit(config: ModelConfig) -> GatedUnit:
+    """The inner activation; see `ModelConfig.activation`."""
     if config.activation == "silu":
-        return nn.silu(gate)
+        return GatedUnit()
     assert config.activation == "clamped_swiglu", config.activation
-    gate = jnp.minimum(gate, config.swiglu_limit)
-    return gate * nn.sigmoid(config.swiglu_alpha * gate)
-
-
-def gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The inner activation from its two halves."""
-    return gate_times_up(config, gate_activation(config, gate), up)
-
-
-def gate_times_up(config: ModelConfig, activated: jax.Array, up: jax.Array) -> jax.Array:
-    """The inner activation from the activated gate and up."""
-    if config.activation == "silu":
-        return activated * up
-    return (jnp.clip(up, -config.swiglu_limit, config.swiglu_limit) + 1) * activated
+    return GatedUnit(limit=config.swiglu_limit, alpha=config.swiglu_alpha)
 
 
 class FeedForward(nn.Module):
-    """`gated(x W_gate, x W_up) W_down`; SwiGLU where the activation is `"silu"`. Params may be those of `split_gate_up`.
+    """`unit(x W_gate, x W_up) W_down` with the unit of `gated_unit`. Params may be those of `split_gate_up`.
 
     `[B,T,D]` → the same, and what a sparse pass kept (`None` of a dense one). Captured among the intermediates, where they are asked for:
     `gates`, a histogram of the activated gate.
@@ -49,17 +35,15 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, sparse: SparseMLP | None = None) -> tuple[jax.Array, FeedForwardWork | None]:
-        cfg = self.config
-        weights = self._weights(x.shape[-1])
+        unit, weights = gated_unit(self.config), self._weights(x.shape[-1])
         counted = None if sparse is None else sparse.counted
         if self.is_mutable_collection("intermediates"):
-            sizes = jnp.abs(gate_activation(cfg, weights.halves(x)[0]))
+            sizes = jnp.abs(unit.activate(weights.halves(x)[0]))
             self.sow("intermediates", "gates", histogram(sizes, None if counted is None else counted[..., None]))
         if sparse is None or sparse.ffn is None or sparse.ffn.exact:
             gate, up = weights.halves(x)
-            return weights.out(gated(cfg, gate, up)), None
-        activate, combine = functools.partial(gate_activation, cfg), functools.partial(gate_times_up, cfg)
-        return sparse_feed_forward(x, weights, sparse.ffn, activate=activate, combine=combine, tau=sparse.tau, counted=counted)
+            return weights.out(unit(gate, up)), None
+        return sparse_feed_forward(x, weights, sparse.ffn, unit=unit, tau=sparse.tau, counted=counted)
 
     def _weights(self, width: int) -> Projections:
         cfg, ffn = self.config, self.config.intermediate_size

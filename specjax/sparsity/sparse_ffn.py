@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.gated_unit import GatedUnit
 from specjax.models.layers import product
 from specjax.models.projections import Projections, rows_product
 from specjax.top_k import largest
@@ -141,19 +141,17 @@ def sparse_feed_forward(
     weights: Projections,
     sparse: SparseFFN,
     *,
-    activate: Callable[[jax.Array], jax.Array],
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    unit: GatedUnit,
     tau: jax.Array | None = None,
     counted: jax.Array | None = None,
 ) -> tuple[jax.Array, FeedForwardWork]:
-    """`combine(act(x W_gate), x W_up) W_down` over the kept channels.
+    """`unit(x W_gate, x W_up) W_down` over the kept channels.
 
     Args:
         x: `[B,T,D]`.
         weights: Of the network.
         sparse: Static.
-        activate: Of the gate `[..., F]`: what a channel's size is taken of. Elementwise.
-        combine: Of the activated gate and up: the inner activation. Elementwise.
+        unit: The inner activation; a channel's size is that of its activated gate.
         tau: Scalar float32, for `"threshold"`.
         counted: `[B,T]` bool, tokens whose scores count in a shared choice, and in what is measured; `None` is all. A row of which none
             counts keeps what it likes.
@@ -171,19 +169,19 @@ def sparse_feed_forward(
     gathered = sparse.select == "top_k" and _gathers(sparse, num_groups=contributing.shape[0], size=size)
     up = None
     if gathered and weights.gate_up is None:
-        activated = activate(weights.gate_half(x))
+        activated = unit.activate(weights.gate_half(x))
     else:
         gate, up = weights.halves(x)
-        activated = activate(gate)
+        activated = unit.activate(gate)
     scores = channel_scores(_group(activated, sparse), sparse, contributing)
     kept = keep_channels(scores, sparse, tau)
     if gathered:
         channels = largest(scores, sparse.num_channels(size))
         up = None if up is None else _group(up, sparse)
-        out = _gathered(_group(x, sparse), _group(activated, sparse), up, channels, weights, combine).reshape(x.shape)
+        out = _gathered(_group(x, sparse), _group(activated, sparse), up, channels, weights, unit).reshape(x.shape)
     else:
         assert up is not None
-        inner = combine(activated, up)
+        inner = unit.combine(activated, up)
         out = weights.out(jnp.where(kept[:, None], _group(inner, sparse), 0).reshape(inner.shape))
     return out, _work(kept, sparse, counted, x.shape[:2])
 
@@ -239,7 +237,7 @@ def _gathered(
     up: jax.Array | None,
     channels: jax.Array,
     weights: Projections,
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    unit: GatedUnit,
 ) -> jax.Array:
     """The up and down projections of each group's channels. x `[groups,tokens,D]`, channels `[groups,k]`."""
 
@@ -251,7 +249,7 @@ def _gathered(
             up = rows_product(x, weights.up[channels])
             if weights.gate_up_bias is not None:
                 up = up + weights.gate_up_bias[1, channels].astype(up.dtype)
-        return product(combine(activated[:, channels], up), weights.down[channels])
+        return product(unit.combine(activated[:, channels], up), weights.down[channels])
 
     if x.shape[0] == 1:  # a batch of one product is a product of another kind to XLA
         return weights.with_down_bias(of_group(x[0], activated[0], None if up is None else up[0], channels[0]))[None]

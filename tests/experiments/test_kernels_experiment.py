@@ -67,7 +67,11 @@ def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_
         (["shapes=huge"], "shapes must be one of full, tiny, got 'huge'"),
         (["ops=matmul"], "ops must be some of .*cached_attention.*, got matmul"),
         (["implementations=reference,triton@3:64:4:3"], "PARTS:SLOTS:WARPS:STAGES.*parts must be a power of two from 1 to 128, got 3"),
-        (["implementations=reference,triton@fast"], "expected triton@PARTS:SLOTS:WARPS:STAGES, got 'triton@fast'"),
+        (["implementations=reference,triton@fast"], "expected triton@PARTS:SLOTS:WARPS:STAGES or .*, got 'triton@fast'"),
+        (
+            ["implementations=reference,triton@8:64:64:4:4"],
+            "CHANNELS:OUTPUTS:DEPTH:.*channels must be a power of two from 16 to 256, got 8",
+        ),
         (["implementations=triton"], "implementations must be reference, and may be triton, got triton"),
     ],
 )
@@ -79,14 +83,16 @@ def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
 @needs_triton
 def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
-    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2"]
+    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2,triton@16:16:16:4:2"]
     with interpreted():
-        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax"])))
-        assert "merge_parts" in launches
+        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax,expert_products"])))
+        assert {"merge_parts", "weighted_down"} < set(launches)
     assert [(row["op"], row["implementation"]) for row in rows] == [
         ("cached_attention", "reference"),
         ("cached_attention", "triton@2:16:4:2"),
         ("low_rank_argmax", "reference"),
+        ("expert_products", "reference"),
+        ("expert_products", "triton@16:16:16:4:2"),
     ]
 
 
@@ -99,7 +105,7 @@ def test_a_kernel_that_cannot_run_here_ends_the_run_with_a_reason() -> None:
 
 
 def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third, _ = TINY_SHAPES
+    first, second, third, *_ = TINY_SHAPES
     measured: list[Any] = [(first, dict(reference=2.0, triton=1.0)), (second, dict(reference=1.0, triton=0.98))]
     monkeypatch.setattr(kernels, "measure", lambda config: iter(measured))
     path = tmp_path / "table.json"

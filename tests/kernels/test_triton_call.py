@@ -14,12 +14,15 @@ import pytest
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.expert_products import expert_products
+from specjax.kernels.gated_unit import GatedUnit
 from specjax.kernels.low_rank_argmax import low_rank_argmax
 from specjax.kernels.triton_call import triton_call, what_is_missing
 
 QUERY, CACHE, LENGTH = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 1, 32, 16)), jnp.zeros((1,), jnp.int32)
 IDS, COUNTS = jnp.zeros((1, 1, 2), jnp.int32), jnp.ones((1, 1), jnp.int32)
 ONE = jnp.ones((1,), jnp.int32)
+EXPERTS = jnp.ones((2, 16, 2, 4)), jnp.ones((2, 4, 16))
 CALLS = {
     "cached_attention": lambda **how: cached_attention(QUERY, CACHE, CACHE, LENGTH, scale=1.0, **how),
     "block_sparse_attention": lambda **how: block_sparse_attention(
@@ -27,6 +30,9 @@ CALLS = {
     ),
     "block_selection": lambda **how: block_selection(QUERY[:, 0], CACHE, ONE, ONE, ONE, head_blocks=0, max_chosen=2, **how),
     "low_rank_argmax": lambda **how: low_rank_argmax(QUERY[0, 0], jnp.ones((4, 16)), jnp.ones((9, 4)), **how),
+    "expert_products": lambda **how: expert_products(
+        QUERY[0, 0], jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)), *EXPERTS, activation=GatedUnit(), **how
+    ),
 }
 
 
