@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run kernels --record
 Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
-Time: about 6 minutes, not measured yet
+Time: about 10 minutes, not measured yet
 Result: not measured yet
 
 `us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop

@@ -14,14 +14,16 @@ from specjax.kernels.expert_products import ExpertTuning, expert_products, witho
 from specjax.kernels.expert_products.triton_launch import expert_products_triton
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
 from specjax.kernels.gated_unit import GatedUnit
+from specjax.kernels.gathered_ffn import gathered_ffn
+from specjax.kernels.largest import largest
 from specjax.kernels.low_rank_argmax import low_rank_argmax
-from specjax.kernels.shapes import AttentionShape, ExpertShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.shapes import AttentionShape, ExpertShape, GatheredShape, LargestShape, LowRankShape, SelectionShape, Shape
 
 _MIXTURE: dict[str, Any] = dict(activation=GatedUnit(), gate_up_bias=None, down_bias=None)
 
 
 def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
-    """Random arrays of a full cache, of blocks chosen by lot, of a head, or of experts chosen by lot.
+    """Random arrays of a full cache, of blocks chosen by lot, of a head, of experts or channels chosen by lot.
 
     Args:
         shape: The sizes.
@@ -34,6 +36,10 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]
         return tuple(jax.random.normal(key, size, dtype) for key, size in zip((first, second, third), sizes, strict=True))
     if isinstance(shape, ExpertShape):
         return _mixture(shape, dtype, rng)
+    if isinstance(shape, LargestShape):
+        return (jnp.abs(jax.random.normal(first, (shape.rows, shape.size), dtype)).astype(jnp.float32),)
+    if isinstance(shape, GatheredShape):
+        return _network(shape, dtype, rng)
     heads = shape.kv_heads * shape.group
     if isinstance(shape, SelectionShape):
         query = jax.random.normal(first, (shape.batch, heads, shape.head_dim), dtype)
@@ -62,6 +68,17 @@ def _mixture(shape: ExpertShape, dtype: Any, rng: jax.Array) -> tuple[jax.Array,
     return x, experts, weights / weights.sum(axis=-1, keepdims=True), gate_up, down
 
 
+def _network(shape: GatheredShape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
+    first, second, third, fourth, fifth = jax.random.split(rng, 5)
+    x = jax.random.normal(first, (shape.groups, shape.rows, shape.hidden), dtype)
+    activated = jax.nn.silu(jax.random.normal(second, (shape.groups, shape.rows, shape.ffn), dtype))
+    drawn = jax.random.uniform(third, (shape.groups, shape.ffn))
+    channels = jnp.sort(jax.lax.top_k(drawn, shape.kept)[1], axis=-1).astype(jnp.int32)
+    up = jax.random.normal(fourth, (shape.ffn, shape.hidden), dtype) * jnp.asarray(shape.hidden**-0.5, dtype)
+    down = jax.random.normal(fifth, (shape.ffn, shape.hidden), dtype) * jnp.asarray(shape.kept**-0.5, dtype)
+    return x, activated, channels, up, down
+
+
 def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str, *, tuning: TuningConfig | ExpertTuning | None = None) -> Any:
     """Calls the operation.
 
@@ -85,6 +102,10 @@ def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str, *, tun
         if implementation == "reference":
             implementation = without_kernel(shape.rows * shape.choices, shape.experts)
         return expert_products(*arrays, **_MIXTURE, implementation=implementation)
+    if isinstance(shape, GatheredShape):
+        return gathered_ffn(*arrays, unit=GatedUnit(), implementation=implementation)
+    if isinstance(shape, LargestShape):
+        return largest(arrays[0], shape.chosen, implementation=implementation)
     if isinstance(shape, LowRankShape):
         return low_rank_argmax(*arrays, implementation=implementation)
     if isinstance(shape, SelectionShape):

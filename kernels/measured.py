@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.shapes import AttentionShape, ExpertShape, LowRankShape, SelectionShape, Shape, bucket
+from specjax.kernels.shapes import AttentionShape, ExpertShape, GatheredShape, LargestShape, LowRankShape, SelectionShape, Shape, bucket
 from specjax.kernels.triton_call import what_is_missing
 
 PATH = Path(__file__).parent / "measured.json"
@@ -26,6 +26,8 @@ _SHAPES = {
     "block_selection": SelectionShape,
     "low_rank_argmax": LowRankShape,
     "expert_products": ExpertShape,
+    "gathered_ffn": GatheredShape,
+    "largest": LargestShape,
 }
 _KEYS = {"device", "op", "dtype", "shape", "implementation", "us", "reference_us"}
 Table = Mapping[tuple[Any, ...], str]

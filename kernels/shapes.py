@@ -127,7 +127,54 @@ class ExpertShape:
         return round(itemsize * self.hidden * (3 * self.ffn * distinct + 2 * self.rows))
 
 
-Shape = AttentionShape | SelectionShape | LowRankShape | ExpertShape
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LargestShape:
+    """`largest`.
+
+    Attributes:
+        rows: Rows of numbers.
+        size: V.
+        chosen: k.
+        dtype: Of the numbers, whatever a model's is.
+    """
+
+    rows: int
+    size: int
+    chosen: int
+    op: ClassVar[str] = "largest"
+    dtype: ClassVar[str] = "float32"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the numbers, which are float32, and the columns."""
+        del itemsize
+        return 4 * self.rows * (self.size + self.chosen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredShape:
+    """`gathered_ffn`.
+
+    Attributes:
+        groups: G.
+        rows: T, tokens a group.
+        hidden: D, and O.
+        ffn: F.
+        kept: k, channels a group.
+    """
+
+    groups: int
+    rows: int
+    hidden: int
+    ffn: int
+    kept: int
+    op: ClassVar[str] = "gathered_ffn"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the chosen rows of both matrices, of each group's, the tokens and the results."""
+        return itemsize * self.groups * self.hidden * 2 * (self.kept + self.rows)
+
+
+Shape = AttentionShape | SelectionShape | LowRankShape | ExpertShape | LargestShape | GatheredShape
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
@@ -169,6 +216,13 @@ _MIXTURES = (
     dict(choices=8, experts=64, hidden=2048, ffn=1024),
 )
 EXPERT_SHAPES = tuple(ExpertShape(rows=rows, **mixture) for mixture in _MIXTURES for rows in (1, 6, 16, 64))
+# 25, 40 and 60 % of the channels of Llama-3.1-8B; 40 and 60 % of those of Qwen2.5-1.5B, of which 25 % round up to what 40 % do.
+GATHERED_SHAPES = (
+    *(GatheredShape(groups=1, rows=rows, hidden=4096, ffn=14336, kept=kept) for kept in (3584, 5736, 8608) for rows in (1, 6)),
+    *(GatheredShape(groups=1, rows=rows, hidden=1536, ffn=8960, kept=kept) for kept in (3584, 5376) for rows in (1, 6)),
+)
+# Likewise; those of Qwen2.5-1.5B round up to the same sizes.
+LARGEST_SHAPES = tuple(LargestShape(rows=1, size=14336, chosen=chosen) for chosen in (3584, 5736, 8608))
 _TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
 # For a run that only shows that everything works.
 TINY_SHAPES: tuple[Shape, ...] = (
@@ -177,5 +231,15 @@ TINY_SHAPES: tuple[Shape, ...] = (
     SelectionShape(blocks=8, chosen=4, **_TINY),
     LowRankShape(rows=3, hidden=16, rank=8, vocab=40),
     ExpertShape(rows=3, choices=2, experts=4, hidden=16, ffn=8),
+    GatheredShape(groups=1, rows=3, hidden=16, ffn=24, kept=8),
+    LargestShape(rows=1, size=24, chosen=8),
 )
-SHAPES: tuple[Shape, ...] = (*ATTENTION_SHAPES, *SPARSE_ATTENTION_SHAPES, *SELECTION_SHAPES, *LOW_RANK_SHAPES, *EXPERT_SHAPES)
+SHAPES: tuple[Shape, ...] = (
+    *ATTENTION_SHAPES,
+    *SPARSE_ATTENTION_SHAPES,
+    *SELECTION_SHAPES,
+    *LOW_RANK_SHAPES,
+    *EXPERT_SHAPES,
+    *GATHERED_SHAPES,
+    *LARGEST_SHAPES,
+)

@@ -118,10 +118,14 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: None)
     assert is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
     assert not is_triton_fastest(second, jnp.bfloat16, table=read_table(path))  # within the noise
+    numbers = TINY_SHAPES[-1]
+    measured[:] = [(numbers, dict(reference=2.0, triton=1.0))]
+    list(tune.run(config))
+    assert is_triton_fastest(numbers, jnp.float32, table=read_table(path))  # whatever the dtype of the others
     measured[:] = [(second, dict(reference=1.0, triton=-0.1))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     measured[:] = [(first, dict(reference=1.0, triton=2.0))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     assert not is_triton_fastest(first, jnp.bfloat16, table=read_table(path))
     assert [row["device"] for row in json.loads(path.read_text())].count("other") == 1
-    assert len(json.loads(path.read_text())) == 3
+    assert len(json.loads(path.read_text())) == 4

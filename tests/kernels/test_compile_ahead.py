@@ -18,11 +18,12 @@ from tests.kernels.interpreted_triton import needs_triton
 # Shared memory that one program may have, by architecture (CUDA programming guide, "Technical Specifications per Compute Capability").
 MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 FULL = pytest.mark.full
-ATTENTION, OTHERS, EXPERTS = "cached_attention,block_sparse_attention", "block_selection,low_rank_argmax", "expert_products"
+ATTENTION, OTHERS = "cached_attention,block_sparse_attention", "block_selection,low_rank_argmax"
+MLP = "expert_products,gathered_ffn,largest"
 KERNELS = {
     ATTENTION: {"attend_part", "merge_parts"},
     OTHERS: {"score_and_choose", "best_of_part", "best_of_parts"},
-    EXPERTS: {"gate_and_up", "weighted_down"},
+    MLP: {"gate_and_up", "weighted_down", "chosen_up", "chosen_down", "choose_largest"},
 }
 
 
@@ -34,7 +35,7 @@ KERNELS = {
         pytest.param(ATTENTION, "bfloat16", marks=FULL),
         pytest.param(ATTENTION, "float32", marks=FULL),
         pytest.param(OTHERS, "float32", marks=FULL),
-        pytest.param(EXPERTS, "bfloat16", marks=FULL),
+        pytest.param(MLP, "bfloat16", marks=FULL),
     ],
 )
 def test_every_shape_compiles_for_every_architecture(ops: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,5 +66,13 @@ def test_jax_triton_lowers_every_kernel_for_cuda_and_auto_for_either_platform() 
         pytest.skip("jax-triton needs JAX's CUDA plugin: pip install 'specjax[gpu]'")
     found = run_program("tests/kernels/lower_for_cuda.py")
     auto = found.pop("auto")
-    assert found == {"cached_attention": 2, "block_sparse_attention": 2, "block_selection": 1, "low_rank_argmax": 2, "expert_products": 2}
+    assert found == {
+        "cached_attention": 2,
+        "block_sparse_attention": 2,
+        "block_selection": 1,
+        "low_rank_argmax": 2,
+        "expert_products": 2,
+        "gathered_ffn": 2,
+        "largest": 1,
+    }
     assert auto == {"cuda": 2, "cpu": 0}

@@ -20,7 +20,7 @@ from specjax.kernels.cases import arguments, run
 from specjax.kernels.expert_products import expert_products
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
 from specjax.kernels.gated_unit import GatedUnit
-from specjax.kernels.shapes import SHAPES, AttentionShape, ExpertShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.shapes import SHAPES, AttentionShape, ExpertShape, GatheredShape, LargestShape, LowRankShape, SelectionShape, Shape
 from specjax.kernels.triton_call import what_is_missing
 
 # Relative to the largest result. bfloat16: weights and results of 8 bits, as in the reference. float32: another order of sums.
@@ -50,6 +50,8 @@ def check(shape: Shape, dtype: str, arrays: tuple[jax.Array, ...] | None = None)
     elif isinstance(shape, LowRankShape):
         np.testing.assert_allclose(got[1], expected[1], rtol=TOLERANCES["float32"])  # the greatest score; its token may differ at a tie
         assert (np.asarray(got[0]) == np.asarray(expected[0])).mean() > 0.9
+    elif isinstance(shape, LargestShape):
+        np.testing.assert_array_equal(got, expected)
     else:
         got, expected = (np.asarray(x, np.float32) for x in (got, expected))
         np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
@@ -144,6 +146,17 @@ def test_experts_with_biases_and_skipped_choices_equal_the_reference_on_the_devi
             for name in ("triton", "reference")
         )
         np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", pytest.param("float16", marks=FULL)])
+@pytest.mark.parametrize("rows", [1, 6, 17, 64])
+def test_channels_of_several_groups_equal_the_reference_on_the_device(rows: int, dtype: str) -> None:
+    check(GatheredShape(groups=3, rows=rows, hidden=200, ffn=500, kept=104), dtype)
+
+
+@pytest.mark.parametrize("size", [17, 64, 4097, 16384])
+def test_the_largest_of_several_rows_equal_the_reference_on_the_device(size: int) -> None:
+    check(LargestShape(rows=5, size=size, chosen=size // 3), "bfloat16")  # and so many are equal
 
 
 @pytest.mark.parametrize("shape", [SMALL, ExpertShape(rows=6, choices=2, experts=8, hidden=64, ffn=32)], ids=["attention", "experts"])

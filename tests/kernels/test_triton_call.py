@@ -16,6 +16,7 @@ from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
 from specjax.kernels.expert_products import expert_products
 from specjax.kernels.gated_unit import GatedUnit
+from specjax.kernels.gathered_ffn import gathered_ffn
 from specjax.kernels.low_rank_argmax import low_rank_argmax
 from specjax.kernels.triton_call import triton_call, what_is_missing
 
@@ -32,6 +33,9 @@ CALLS = {
     "low_rank_argmax": lambda **how: low_rank_argmax(QUERY[0, 0], jnp.ones((4, 16)), jnp.ones((9, 4)), **how),
     "expert_products": lambda **how: expert_products(
         QUERY[0, 0], jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)), *EXPERTS, activation=GatedUnit(), **how
+    ),
+    "gathered_ffn": lambda **how: gathered_ffn(
+        QUERY[0], jnp.ones((2, 2, 8)), jnp.zeros((2, 1), jnp.int32), jnp.ones((8, 16)), jnp.ones((8, 16)), unit=GatedUnit(), **how
     ),
 }
 
