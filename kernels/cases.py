@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.expert_choice import expert_choice
 from specjax.kernels.expert_products import ExpertTuning, expert_products, without_kernel
 from specjax.kernels.expert_products.triton_launch import expert_products_triton
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
@@ -17,7 +18,16 @@ from specjax.kernels.gated_unit import GatedUnit
 from specjax.kernels.gathered_ffn import gathered_ffn
 from specjax.kernels.largest import largest
 from specjax.kernels.low_rank_argmax import low_rank_argmax
-from specjax.kernels.shapes import AttentionShape, ExpertShape, GatheredShape, LargestShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.shapes import (
+    AttentionShape,
+    ChoiceShape,
+    ExpertShape,
+    GatheredShape,
+    LargestShape,
+    LowRankShape,
+    SelectionShape,
+    Shape,
+)
 
 _MIXTURE: dict[str, Any] = dict(activation=GatedUnit(), gate_up_bias=None, down_bias=None)
 
@@ -36,6 +46,8 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]
         return tuple(jax.random.normal(key, size, dtype) for key, size in zip((first, second, third), sizes, strict=True))
     if isinstance(shape, ExpertShape):
         return _mixture(shape, dtype, rng)
+    if isinstance(shape, ChoiceShape):
+        return (jax.random.normal(first, (shape.rows, shape.experts)),)
     if isinstance(shape, LargestShape):
         return (jnp.abs(jax.random.normal(first, (shape.rows, shape.size), dtype)).astype(jnp.float32),)
     if isinstance(shape, GatheredShape):
@@ -102,6 +114,8 @@ def run(shape: Shape, arrays: tuple[jax.Array, ...], implementation: str, *, tun
         if implementation == "reference":
             implementation = without_kernel(shape.rows * shape.choices, shape.experts)
         return expert_products(*arrays, **_MIXTURE, implementation=implementation)
+    if isinstance(shape, ChoiceShape):
+        return expert_choice(arrays[0], choices=shape.choices, normalise=True, implementation=implementation)
     if isinstance(shape, GatheredShape):
         return gathered_ffn(*arrays, unit=GatedUnit(), implementation=implementation)
     if isinstance(shape, LargestShape):

@@ -16,7 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.shapes import AttentionShape, ExpertShape, GatheredShape, LargestShape, LowRankShape, SelectionShape, Shape, bucket
+from specjax.kernels.shapes import (
+    AttentionShape,
+    ChoiceShape,
+    ExpertShape,
+    GatheredShape,
+    LargestShape,
+    LowRankShape,
+    SelectionShape,
+    Shape,
+    bucket,
+)
 from specjax.kernels.triton_call import what_is_missing
 
 PATH = Path(__file__).parent / "measured.json"
@@ -26,6 +36,7 @@ _SHAPES = {
     "block_selection": SelectionShape,
     "low_rank_argmax": LowRankShape,
     "expert_products": ExpertShape,
+    "expert_choice": ChoiceShape,
     "gathered_ffn": GatheredShape,
     "largest": LargestShape,
 }

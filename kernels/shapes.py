@@ -174,7 +174,30 @@ class GatheredShape:
         return itemsize * self.groups * self.hidden * 2 * (self.kept + self.rows)
 
 
-Shape = AttentionShape | SelectionShape | LowRankShape | ExpertShape | LargestShape | GatheredShape
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceShape:
+    """`expert_choice`.
+
+    Attributes:
+        rows: M.
+        experts: E.
+        choices: C.
+        dtype: Of the scores, whatever a model's is.
+    """
+
+    rows: int
+    experts: int
+    choices: int
+    op: ClassVar[str] = "expert_choice"
+    dtype: ClassVar[str] = "float32"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the scores, which are float32, and the choices with their weights."""
+        del itemsize
+        return 4 * self.rows * (self.experts + 2 * self.choices)
+
+
+Shape = AttentionShape | SelectionShape | LowRankShape | ExpertShape | ChoiceShape | LargestShape | GatheredShape
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
@@ -216,6 +239,9 @@ _MIXTURES = (
     dict(choices=8, experts=64, hidden=2048, ffn=1024),
 )
 EXPERT_SHAPES = tuple(ExpertShape(rows=rows, **mixture) for mixture in _MIXTURES for rows in (1, 6, 16, 64))
+CHOICE_SHAPES = tuple(
+    ChoiceShape(rows=rows, experts=experts, choices=choices) for experts, choices in ((128, 8), (32, 4)) for rows in (1, 6, 64)
+)
 # 25, 40 and 60 % of the channels of Llama-3.1-8B; 40 and 60 % of those of Qwen2.5-1.5B, of which 25 % round up to what 40 % do.
 GATHERED_SHAPES = (
     *(GatheredShape(groups=1, rows=rows, hidden=4096, ffn=14336, kept=kept) for kept in (3584, 5736, 8608) for rows in (1, 6)),
@@ -231,6 +257,7 @@ TINY_SHAPES: tuple[Shape, ...] = (
     SelectionShape(blocks=8, chosen=4, **_TINY),
     LowRankShape(rows=3, hidden=16, rank=8, vocab=40),
     ExpertShape(rows=3, choices=2, experts=4, hidden=16, ffn=8),
+    ChoiceShape(rows=3, experts=6, choices=2),
     GatheredShape(groups=1, rows=3, hidden=16, ffn=24, kept=8),
     LargestShape(rows=1, size=24, chosen=8),
 )
@@ -240,6 +267,7 @@ SHAPES: tuple[Shape, ...] = (
     *SELECTION_SHAPES,
     *LOW_RANK_SHAPES,
     *EXPERT_SHAPES,
+    *CHOICE_SHAPES,
     *GATHERED_SHAPES,
     *LARGEST_SHAPES,
 )

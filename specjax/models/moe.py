@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
+from specjax.kernels.expert_choice import expert_choice
 from specjax.kernels.expert_products import expert_products
 from specjax.models.feed_forward import gated_unit
 from specjax.models.layers import PROJECTION_INIT, product
@@ -53,14 +54,14 @@ class MixtureOfExperts(nn.Module):
         if moe.router_bias:
             bias = self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
             scores = scores + bias.astype(jnp.float32)
-        probs, work, may_skip = jax.nn.softmax(scores, axis=-1), None, False
-        self.sow(ROUTER, "probs", probs)  # does nothing unless asked for
+        work, may_skip = None, False
+        if self.is_mutable_collection(ROUTER):
+            self.sow(ROUTER, "probs", jax.nn.softmax(scores, axis=-1))
         counted = None if sparse is None else sparse.counted
         if sparse is None or sparse.moe is None or sparse.moe.exact(moe):
-            weights, experts = jax.lax.top_k(probs, moe.num_experts_per_token)
-            if moe.normalise:
-                weights = weights / weights.sum(axis=-1, keepdims=True)
+            weights, experts = expert_choice(scores, choices=moe.num_experts_per_token, normalise=moe.normalise)
         else:
+            probs = jax.nn.softmax(scores, axis=-1)
             choice = choose_experts(probs.reshape(*x.shape[:-1], -1), moe, sparse.moe, beta=sparse.beta, counted=counted)
             experts, weights, may_skip = choice.experts, choice.weights, choice.may_skip
         thins_out = sparse is not None and sparse.ffn is not None and not sparse.ffn.exact  # leaves channels of experts out

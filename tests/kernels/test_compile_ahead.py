@@ -19,11 +19,11 @@ from tests.kernels.interpreted_triton import needs_triton
 MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 FULL = pytest.mark.full
 ATTENTION, OTHERS = "cached_attention,block_sparse_attention", "block_selection,low_rank_argmax"
-MLP = "expert_products,gathered_ffn,largest"
+MLP = "expert_choice,expert_products,gathered_ffn,largest"
 KERNELS = {
     ATTENTION: {"attend_part", "merge_parts"},
     OTHERS: {"score_and_choose", "best_of_part", "best_of_parts"},
-    MLP: {"gate_and_up", "weighted_down", "chosen_up", "chosen_down", "choose_largest"},
+    MLP: {"gate_and_up", "weighted_down", "chosen_up", "chosen_down", "choose_largest", "choose_experts"},
 }
 
 
@@ -72,6 +72,7 @@ def test_jax_triton_lowers_every_kernel_for_cuda_and_auto_for_either_platform() 
         "block_selection": 1,
         "low_rank_argmax": 2,
         "expert_products": 2,
+        "expert_choice": 1,
         "gathered_ffn": 2,
         "largest": 1,
     }

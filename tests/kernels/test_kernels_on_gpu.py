@@ -20,7 +20,17 @@ from specjax.kernels.cases import arguments, run
 from specjax.kernels.expert_products import expert_products
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
 from specjax.kernels.gated_unit import GatedUnit
-from specjax.kernels.shapes import SHAPES, AttentionShape, ExpertShape, GatheredShape, LargestShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.shapes import (
+    SHAPES,
+    AttentionShape,
+    ChoiceShape,
+    ExpertShape,
+    GatheredShape,
+    LargestShape,
+    LowRankShape,
+    SelectionShape,
+    Shape,
+)
 from specjax.kernels.triton_call import what_is_missing
 
 # Relative to the largest result. bfloat16: weights and results of 8 bits, as in the reference. float32: another order of sums.
@@ -50,6 +60,9 @@ def check(shape: Shape, dtype: str, arrays: tuple[jax.Array, ...] | None = None)
     elif isinstance(shape, LowRankShape):
         np.testing.assert_allclose(got[1], expected[1], rtol=TOLERANCES["float32"])  # the greatest score; its token may differ at a tie
         assert (np.asarray(got[0]) == np.asarray(expected[0])).mean() > 0.9
+    elif isinstance(shape, ChoiceShape):
+        np.testing.assert_array_equal(got[1], expected[1])
+        np.testing.assert_allclose(got[0], expected[0], rtol=TOLERANCES["float32"])
     elif isinstance(shape, LargestShape):
         np.testing.assert_array_equal(got, expected)
     else:

@@ -14,6 +14,7 @@ import pytest
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.expert_choice import expert_choice
 from specjax.kernels.expert_products import expert_products
 from specjax.kernels.gated_unit import GatedUnit
 from specjax.kernels.gathered_ffn import gathered_ffn
@@ -34,6 +35,7 @@ CALLS = {
     "expert_products": lambda **how: expert_products(
         QUERY[0, 0], jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)), *EXPERTS, activation=GatedUnit(), **how
     ),
+    "expert_choice": lambda **how: expert_choice(QUERY[0, 0], choices=2, normalise=True, **how),
     "gathered_ffn": lambda **how: gathered_ffn(
         QUERY[0], jnp.ones((2, 2, 8)), jnp.zeros((2, 1), jnp.int32), jnp.ones((8, 16)), jnp.ones((8, 16)), unit=GatedUnit(), **how
     ),
