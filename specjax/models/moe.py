@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         config: Sizes; `config.moe` is set.
         param_dtype: Dtype of the parameters.
-        implementation: Passed to `expert_products`.
+        implementation: Passed to `expert_products`; `"triton"` to `expert_choice` too.
     """
 
     config: ModelConfig
@@ -59,7 +59,8 @@ class MixtureOfExperts(nn.Module):
             self.sow(ROUTER, "probs", jax.nn.softmax(scores, axis=-1))
         counted = None if sparse is None else sparse.counted
         if sparse is None or sparse.moe is None or sparse.moe.exact(moe):
-            weights, experts = expert_choice(scores, choices=moe.num_experts_per_token, normalise=moe.normalise)
+            how = "triton" if self.implementation == "triton" else "auto"
+            weights, experts = expert_choice(scores, choices=moe.num_experts_per_token, normalise=moe.normalise, implementation=how)
         else:
             probs = jax.nn.softmax(scores, axis=-1)
             choice = choose_experts(probs.reshape(*x.shape[:-1], -1), moe, sparse.moe, beta=sparse.beta, counted=counted)

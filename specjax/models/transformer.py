@@ -59,7 +59,8 @@ class Transformer(PureModule):
         param_dtype: Dtype that `init` gives the parameters. Parameters of another dtype than `dtype` are cast at each use; where speed
             counts store them in `dtype`.
         attention_implementation: Passed to `cached_attention` and `block_sparse_attention`.
-        expert_implementation: Passed to `expert_products`. For gradients through a mixture of experts `"dense"`.
+        expert_implementation: Passed to `expert_products`, and `"triton"` to `expert_choice` too. For gradients through a mixture of
+            experts `"dense"`.
     """
 
     config: ModelConfig
