@@ -6,31 +6,37 @@ Time: 4 minutes on an H200
 Result: see "Decode latency" in the README, made from results/decode_latency.json
 
 `modes=decode` times the library's own step (target, head, greedy sampling, commit) with `rows` new positions a sequence: 1 is plain, more
-is a verification pass of `NoDraft`. `modes=speculative_step` times a whole speculative step of a pair and, in the same process, its parts:
-proposing alone, verification alone. Every time is a marginal cost inside a `while_loop`: (long loop - short loop) / steps between.
+is a verification pass of `NoDraft`. `modes=speculative_step` times a whole speculative step of a pair and its parts: proposing alone (of an
+EAGLE-3 drafter the chain with given tokens too, which is what its bodies take), verification alone, and a plain step. What belongs to one
+batch and context is timed side by side. Every time is a marginal cost inside a `while_loop`: (long loop - short loop) / steps between.
 `modes=executions` counts the executables that one call of `speculative_generate` runs. Weights (unless `model` is a checkpoint), cache and
 tokens are random.
+
+Llama-3.1-8B's shape at all sizes, and a whole EAGLE-3 step with where its time goes (about 9 minutes, not measured yet): `repeats=5
+pair_target=llama31_8b pair_drafter=eagle3:low_rank:8 points=1:1024,1:16384,1:131072,16:4096,64:1024 rows=1,6,16 pair_points=1:1024`
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.experiment import ExperimentError, local_field, path_field
+from experiments.latency_pair import Pair
 from experiments.mid_decode import Middle, decoding_loop, drafting_loop
 from experiments.models import Model, load_model
 from experiments.presets import kv_bytes, weight_bytes_per_pass
-from experiments.timing import Loop, LoopTiming, copy_bandwidth, count_executions, time_loop
-from specjax import DraftModel, GenerateConfig, NoDraft, PromptLookup, speculative_generate
+from experiments.timing import Loop, LoopTiming, copy_bandwidth, count_executions, time_loops
+from specjax import GenerateConfig, NoDraft, PromptLookup, speculative_generate
 from specjax.drafting.drafter import Drafter
+from specjax.models.kv_cache import KVCache
 
-PROMPT_LOOKUP = "prompt_lookup"
+K = TypeVar("K", bound=Hashable)
 MODES = ("decode", "speculative_step", "executions")
 
 
@@ -41,10 +47,13 @@ class Config:
     Attributes:
         model: `decode`, `executions`: a preset's name or a checkpoint's path.
         pair_target: `speculative_step`: the target, likewise.
-        pair_drafter: `speculative_step`: the drafter, likewise, or "prompt_lookup".
+        pair_drafter: `speculative_step`: the drafter, likewise, or "prompt_lookup", or "eagle3:HEAD", an EAGLE-3 drafter of the shape
+            published for the target, with a head of that name ("full", "low_rank:8") and random weights.
         modes: What to time.
         batches: Sequences in a batch.
         contexts: Tokens in the cache when the loop ends, the last pass's rows included.
+        points: BATCH:CONTEXT words, in the place of `batches` and `contexts`.
+        pair_points: Likewise, for `speculative_step` alone; none is as the others.
         rows: `decode`: new positions a pass.
         num_speculative_tokens: `speculative_step`: G.
         dtype: Compute dtype, and that of random weights.
@@ -54,6 +63,7 @@ class Config:
         short_steps: Steps of the short loop.
         long_steps: Steps of the long loop.
         repeats: Pairs of loops.
+        compile_threads: Programs to compile at a time.
         cache_dir: Where converted checkpoints are kept; `None` is the user's cache folder.
     """
 
@@ -63,6 +73,8 @@ class Config:
     modes: tuple[str, ...] = MODES
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (1024, 16384)
+    points: tuple[str, ...] = ()
+    pair_points: tuple[str, ...] = ()
     rows: tuple[int, ...] = (1, 6, 8)
     num_speculative_tokens: int = 5
     dtype: str = "bfloat16"
@@ -72,12 +84,32 @@ class Config:
     short_steps: int = 16
     long_steps: int = 64
     repeats: int = 9
+    compile_threads: int = 4
     cache_dir: str | None = local_field()
 
     def __post_init__(self) -> None:
         unknown = set(self.modes) - set(MODES)
         if unknown or not self.modes:
             raise ExperimentError(f"modes must be some of {', '.join(MODES)}, got {', '.join(self.modes) or 'none'}")
+        for mode in self.modes:
+            self.sizes(mode)
+
+    def sizes(self, mode: str) -> list[tuple[int, int]]:
+        """Batches and contexts of a mode.
+
+        Raises:
+            ExperimentError: A point that is not two positive numbers.
+        """
+        points = self.pair_points or self.points if mode == "speculative_step" else self.points
+        if not points:
+            return [(batch, context) for batch in self.batches for context in self.contexts]
+        found = []
+        for point in points:
+            numbers = point.split(":")
+            if len(numbers) != 2 or not all(number.isdecimal() and int(number) for number in numbers):
+                raise ExperimentError(f"points must be BATCH:CONTEXT, such as 16:4096, got {point!r}")
+            found.append((int(numbers[0]), int(numbers[1])))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +122,15 @@ class Case:
     context: int
     measured_bandwidth: float | None
 
-    def time(self, drafter: Drafter | None, drafter_params: Any, *, margin: int = 0) -> LoopTiming:
-        """Times the library's own step with this drafter, or plain."""
-        middle = self.middle(0 if drafter is None else self.config.num_speculative_tokens, margin)
-        return self.time_loop(decoding_loop(self.target.model, self.target.params, drafter, drafter_params, middle))
-
-    def time_loop(self, loop: Loop) -> LoopTiming:
+    def time(self, loops: Mapping[K, Loop]) -> dict[K, LoopTiming]:
+        """Times loops side by side."""
         config = self.config
-        return time_loop(loop.step, loop.params, loop.state, short=config.short_steps, long=config.long_steps, repeats=config.repeats)
+        steps = dict(short=config.short_steps, long=config.long_steps, repeats=config.repeats)
+        return time_loops(loops, **steps, compile_threads=config.compile_threads)
+
+    def loop(self, drafter: Drafter | None, drafter_params: Any, middle: Middle, cache: KVCache) -> Loop:
+        """The library's own step with this drafter, or plain."""
+        return decoding_loop(self.target.model, self.target.params, drafter, drafter_params, middle, cache=cache)
 
     def middle(self, num_speculative_tokens: int, margin: int) -> Middle:
         return Middle(
@@ -138,24 +171,24 @@ def run(config: Config) -> Iterator[dict]:
     bandwidth = copy_bandwidth(config.copy_mib * 2**20)
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
 
-    def cases(name: str) -> list[Case]:
+    def cases(name: str, mode: str) -> list[Case]:
         target = load_model(name, rng=jax.random.key(0), **options)
-        return [Case(target, config, batch, context, bandwidth) for batch in config.batches for context in config.contexts]
+        return [Case(target, config, *sizes, bandwidth) for sizes in config.sizes(mode)]
 
     if {"decode", "executions"} & set(config.modes):
-        alone = cases(config.model)
+        alone = cases(config.model, "decode")
         if "decode" in config.modes:
             for case in alone:
-                for rows in config.rows:
-                    yield decode_row(case, rows)
+                yield from decode_rows(case)
         if "executions" in config.modes:
             yield executions_row(alone[0])
-        del alone  # the pair needs the memory
+        case = alone = None  # the pair needs the memory
     if "speculative_step" in config.modes:
-        draft_model = None if config.pair_drafter == PROMPT_LOOKUP else load_model(config.pair_drafter, rng=jax.random.key(2), **options)
-        drafter = PromptLookup() if draft_model is None else DraftModel(draft_model.model)
-        for case in cases(config.pair_target):
-            yield speculative_row(case, drafter, draft_model)
+        pairs = cases(config.pair_target, "speculative_step")
+        passes = config.num_speculative_tokens
+        pair = Pair.of(config.pair_target, pairs[0].target, config.pair_drafter, passes=passes, **options)
+        for case in pairs:
+            yield speculative_row(case, pair)
 
 
 def columns(row: dict) -> dict:
@@ -168,6 +201,8 @@ def columns(row: dict) -> dict:
     if row["mode"] == "decode":
         return shape | {"context": row["context"], "rows": row["rows"]} | times
     parts = {"proposing": row["propose_ms_per_step"], "verification": row["verification_ms_per_step"], "rest": row["rest_ms"]}
+    if row.get("heads_ms") is not None:
+        parts["proposing"] = f"{parts['proposing']:.3g}, of which heads {row['heads_ms']:.3g}"
     pair = {"drafter": row["drafter"], "G": row["num_speculative_tokens"], "context": row["context"]}
     return shape | pair | times | parts | {"break-even mean acceptance length": row["break_even_acceptance_length"]}
 
@@ -184,51 +219,67 @@ def plot(rows: list[dict], axes: Any) -> None:
     axes.legend()
 
 
-def decode_row(case: Case, rows: int) -> dict:
-    """Times steps of `rows` positions that emit one token."""
-    case = dataclasses.replace(case, config=dataclasses.replace(case.config, num_speculative_tokens=max(rows - 1, 1)))
-    drafter = None if rows == 1 else NoDraft()
-    timing = case.time(drafter, None)
-    floor_ms = case.floor_ms(case.target, rows=rows)
-    return {
-        "mode": "decode",
-        **case.row(rows),
-        "rows": rows,
-        **timing.as_row(),
-        "floor_ms": floor_ms,
-        "ratio": timing.median_ms / floor_ms,
-        "reached_bytes_per_s": case.bytes_per_pass(case.target, rows) / timing.median_ms * 1e3,
-    }
+def decode_rows(case: Case) -> Iterator[dict]:
+    """Times steps of each number of positions, which emit one token, from one cache."""
+    cache = case.middle(0, 0).target_cache(case.target.model, jax.random.key(1))
+    loops = {rows: case.loop(None if rows == 1 else NoDraft(), None, case.middle(rows - 1, 0), cache) for rows in case.config.rows}
+    for rows, timing in case.time(loops).items():
+        floor_ms = case.floor_ms(case.target, rows=rows)
+        yield {
+            "mode": "decode",
+            **case.row(rows),
+            "rows": rows,
+            **timing.as_row(),
+            "floor_ms": floor_ms,
+            "ratio": timing.median_ms / floor_ms,
+            "reached_bytes_per_s": case.bytes_per_pass(case.target, rows) / timing.median_ms * 1e3,
+        }
 
 
-def speculative_row(case: Case, drafter: Drafter, draft_model: Model | None) -> dict:
+def speculative_row(case: Case, pair: Pair) -> dict:
     """Times a whole speculative step, its parts, and a plain step, from one state."""
-    num_drafted = case.config.num_speculative_tokens
-    drafter_params = None if draft_model is None else draft_model.params
+    num_drafted, vocab_size = case.config.num_speculative_tokens, case.target.model.config.vocab_size
     margin = case.config.long_steps * num_drafted  # a step may commit that many tokens more than a plain one
-    whole = case.time(drafter, drafter_params, margin=margin)
-    middle, vocab_size = case.middle(num_drafted, margin), case.target.model.config.vocab_size
-    propose = case.time_loop(drafting_loop(drafter, drafter_params, middle, vocab_size=vocab_size, feature_shape=None))
-    verification = case.time(NoDraft(), None, margin=margin)
-    plain = case.time(None, None, margin=margin)
-    floor_ms = case.floor_ms(case.target, rows=num_drafted + 1)
-    floor_ms += 0.0 if draft_model is None else case.floor_ms(draft_model, rows=1, passes=num_drafted)
-    return {
+    middle = case.middle(num_drafted, margin)
+    cache = middle.target_cache(case.target.model, jax.random.key(1))
+
+    def drafting(drafter: Drafter, params: Any) -> Loop:
+        return drafting_loop(drafter, params, middle, vocab_size=vocab_size, feature_shape=pair.features)
+
+    loops = {
+        "whole": case.loop(pair.drafter, pair.params, middle, cache),
+        "propose": drafting(pair.drafter, pair.params),
+        "verification": case.loop(NoDraft(), None, middle, cache),
+        "plain": case.loop(None, None, case.middle(0, margin), cache),
+    }
+    if pair.bodies is not None:
+        loops["bodies"] = drafting(*pair.bodies)
+    times = case.time(loops)
+    whole, propose, verification, plain = (times[name] for name in ("whole", "propose", "verification", "plain"))
+    verification_floor_ms = case.floor_ms(case.target, rows=num_drafted + 1)
+    propose_floor_ms = pair.floor_bytes(case.batch, case.context) / case.config.bandwidth_bytes_per_s * 1e3
+    floor_ms = verification_floor_ms + propose_floor_ms
+    row = {
         "mode": "speculative_step",
         **case.row(num_drafted + 1, margin=margin),
-        "drafter": "prompt_lookup" if draft_model is None else draft_model.name,
-        "drafter_weights": None if draft_model is None else draft_model.weights,
+        "drafter": pair.name,
+        "drafter_weights": pair.weights,
         "num_speculative_tokens": num_drafted,
         **whole.as_row(),
         **propose.as_row("propose_"),
         **verification.as_row("verification_"),
         **plain.as_row("plain_"),
         "rest_ms": whole.median_ms - propose.median_ms - verification.median_ms,
+        "propose_floor_ms": propose_floor_ms,
+        "verification_floor_ms": verification_floor_ms,
         "floor_ms": floor_ms,
         "ratio": whole.median_ms / floor_ms,
         # With fewer tokens a step than this, speculation is slower than plain decoding.
         "break_even_acceptance_length": whole.median_ms / plain.median_ms,
     }
+    if "bodies" in times:
+        row |= times["bodies"].as_row("bodies_") | {"heads_ms": propose.median_ms - times["bodies"].median_ms}
+    return row
 
 
 def executions_row(case: Case) -> dict:

@@ -10,7 +10,10 @@ without the operation, over the copies. Together the copies are four times the L
 every copy comes from memory, as a layer's cache does in a model. A call's result is the next one's query, or is added to it, so that
 nothing is computed once for all; for all but attention that is a small elementwise operation, and in `us`.
 
-`floor_us` is the time that the bytes which must move (keys and values of the slots that are read, summaries, factors) take.
+`floor_us` is the time that the bytes which must move take: keys and values of the slots that are read, summaries, factors, the experts that
+rows use between them.
+
+The reference of `expert_products` is what XLA is fastest with at the shape: experts gathered for each row, or all of them dense.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from experiments.experiment import ExperimentError
 from experiments.timing import Loop, LoopTiming, time_loops
 from specjax.kernels.cases import arguments, takes
 from specjax.kernels.cases import run as run_case
-from specjax.kernels.shapes import SHAPES, TINY_SHAPES, AttentionShape, LinearShape, RotaryShape, Shape
+from specjax.kernels.shape_lists import SHAPES, TINY_SHAPES
+from specjax.kernels.shapes import AttentionShape, LinearShape, RotaryShape, Shape
 from specjax.kernels.triton_call import what_is_missing
 
 SIZES = {"full": SHAPES, "tiny": TINY_SHAPES}
@@ -42,13 +46,14 @@ class Config:
     """Settings.
 
     Attributes:
-        shapes: "full", those of `specjax.kernels.shapes`, or "tiny".
+        shapes: "full", those of `specjax.kernels.shape_lists`, or "tiny".
         ops: Operations to measure; none is all.
         rows: Numbers of new rows to measure; none is all.
         min_mib: Shapes that move less are left out.
         max_mib: So are those that move as much or more; `None` is no limit.
-        implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says) and
-            "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS:CORES" (few-row products, as `LinearTuning` does). Each is measured where it fits.
+        implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says),
+            "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS:CORES" (few-row products, as `LinearTuning` does) and
+            "triton@CHANNELS:OUTPUTS:DEPTH:WARPS:STAGES" (a mixture of experts, as `ExpertTuning` does). Each is measured where it fits.
         dtype: Of the arrays.
         l2_bytes: The cache that inputs must exceed.
         bandwidth_bytes_per_s: What the floors divide by.

@@ -23,6 +23,7 @@ from experiments import kernels
 from experiments.experiment import ExperimentError, path_field
 from experiments.record import write_json
 from specjax.kernels.measured import PATH, read_table
+from specjax.kernels.shapes import ChoiceShape, LargestShape
 
 _MARGIN = 0.97
 
@@ -52,7 +53,7 @@ def run(config: Config) -> Iterator[dict]:
         row = {
             "device": device,
             "op": shape.op,
-            "dtype": config.dtype,
+            "dtype": shape.dtype if isinstance(shape, ChoiceShape | LargestShape) else config.dtype,
             "shape": dataclasses.asdict(shape),
             "implementation": fastest,
             "us": times[fastest],

@@ -10,20 +10,43 @@ import jax.numpy as jnp
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.expert_choice import expert_choice
+from specjax.kernels.expert_products import ExpertTuning, expert_products, without_kernel
 from specjax.kernels.few_row_attention import TuningConfig
 from specjax.kernels.few_row_linear import Normed, few_row_linear
 from specjax.kernels.few_row_linear.triton_launch import LinearTuning
+from specjax.kernels.gated_unit import GatedUnit
+from specjax.kernels.gathered_ffn import gathered_ffn
+from specjax.kernels.largest import largest
 from specjax.kernels.low_rank_argmax import low_rank_argmax
 from specjax.kernels.rope_and_write import Heads, rope_and_write
-from specjax.kernels.shapes import AttentionShape, LinearShape, LowRankShape, RotaryShape, SelectionShape, Shape
+from specjax.kernels.shapes import (
+    AttentionShape,
+    ChoiceShape,
+    ExpertShape,
+    GatheredShape,
+    LargestShape,
+    LinearShape,
+    LowRankShape,
+    RotaryShape,
+    SelectionShape,
+    Shape,
+)
 from specjax.kernels.tuning import Tuning
 
 _EPSILON = 1e-6
 _MAX_SHARED_BYTES = 227 * 1024
+# What the numbers behind an `@` mean, by operation.
+_TUNINGS: dict[str, type[Tuning]] = {
+    "cached_attention": TuningConfig,
+    "block_sparse_attention": TuningConfig,
+    "few_row_linear": LinearTuning,
+    "expert_products": ExpertTuning,
+}
 
 
 def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[Any, ...]:
-    """Random arrays of a full cache, of blocks chosen by lot, of a head, of a linear layer, or of new rows and an empty cache.
+    """Random arrays of a full cache, of blocks, experts or channels chosen by lot, of a head, of a linear layer, or of new rows.
 
     The first is what a loop of calls hands on; all others of one set may come from memory.
 
@@ -42,6 +65,14 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[Any, ...]:
         weight = jax.random.normal(second, (shape.inner, *columns), dtype) * shape.inner**-0.5
         # What is not normed goes back to the residual stream.
         return x, weight, jax.random.normal(third, (shape.inner,) if shape.normed else (shape.rows, shape.columns), dtype)
+    if isinstance(shape, ExpertShape):
+        return _mixture(shape, dtype, rng)
+    if isinstance(shape, ChoiceShape):
+        return (jax.random.normal(first, (shape.rows, shape.experts)),)
+    if isinstance(shape, LargestShape):
+        return (jnp.abs(jax.random.normal(first, (shape.rows, shape.size), dtype)).astype(jnp.float32),)
+    if isinstance(shape, GatheredShape):
+        return _network(shape, dtype, rng)
     heads = shape.kv_heads * shape.group
     if isinstance(shape, RotaryShape):
         batch = max(1, shape.rows // 16)
@@ -66,14 +97,45 @@ def arguments(shape: Shape, dtype: Any, rng: jax.Array) -> tuple[Any, ...]:
     return query, keys, values, length, block_ids, jnp.full(block_ids.shape[:2], width, jnp.int32)
 
 
+def _mixture(shape: ExpertShape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
+    """Weights of the scale that trained ones have: activations stay of order 1."""
+    first, second, third, fourth = jax.random.split(rng, 4)
+    x = jax.random.normal(first, (shape.rows, shape.hidden), dtype)
+    scores = jax.random.normal(second, (shape.rows, shape.experts))
+    weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), shape.choices)
+    gate_up = jax.random.normal(third, (shape.experts, shape.hidden, 2, shape.ffn), dtype) * jnp.asarray(shape.hidden**-0.5, dtype)
+    down = jax.random.normal(fourth, (shape.experts, shape.ffn, shape.hidden), dtype) * jnp.asarray(shape.ffn**-0.5, dtype)
+    return x, experts, weights / weights.sum(axis=-1, keepdims=True), gate_up, down
+
+
+def _network(shape: GatheredShape, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:
+    first, second, third, fourth, fifth = jax.random.split(rng, 5)
+    x = jax.random.normal(first, (shape.groups, shape.rows, shape.hidden), dtype)
+    activated = jax.nn.silu(jax.random.normal(second, (shape.groups, shape.rows, shape.ffn), dtype))
+    drawn = jax.random.uniform(third, (shape.groups, shape.ffn))
+    channels = jnp.sort(jax.lax.top_k(drawn, shape.kept)[1], axis=-1).astype(jnp.int32)
+    up = jax.random.normal(fourth, (shape.ffn, shape.hidden), dtype) * jnp.asarray(shape.hidden**-0.5, dtype)
+    down = jax.random.normal(fifth, (shape.ffn, shape.hidden), dtype) * jnp.asarray(shape.kept**-0.5, dtype)
+    return x, activated, channels, up, down
+
+
 def run(shape: Shape, arrays: tuple[Any, ...], implementation: str) -> Any:
     """Calls the operation.
 
     Args:
         shape: The sizes.
         arrays: From `arguments`.
-        implementation: Passed on.
+        implementation: Passed on; of a mixture of experts `"reference"` is what XLA is fastest with, `"auto"` without the kernel.
     """
+    if isinstance(shape, ExpertShape):
+        name = without_kernel(shape.rows * shape.choices, shape.experts) if implementation == "reference" else implementation
+        return expert_products(*arrays, activation=GatedUnit(), implementation=name)
+    if isinstance(shape, ChoiceShape):
+        return expert_choice(*arrays, choices=shape.choices, normalise=True, implementation=implementation)
+    if isinstance(shape, GatheredShape):
+        return gathered_ffn(*arrays, unit=GatedUnit(), implementation=implementation)
+    if isinstance(shape, LargestShape):
+        return largest(*arrays, shape.chosen, implementation=implementation)
     if isinstance(shape, LowRankShape):
         return low_rank_argmax(*arrays, implementation=implementation)
     if isinstance(shape, SelectionShape):
@@ -102,15 +164,17 @@ def takes(shape: Shape, dtype: Any, implementation: str) -> bool:
         implementation: A name.
     """
     _, at, text = implementation.partition("@")
-    kinds: dict[type, type[Tuning]] = {LinearShape: LinearTuning, AttentionShape: TuningConfig}
-    kind = kinds.get(type(shape))
+    kind = _TUNINGS.get(shape.op)
     if not at or kind is None:
         return not at
     try:
         tuning = kind.of_text(text)
     except ValueError:
         return False
+    itemsize = jnp.dtype(dtype).itemsize
     if isinstance(shape, LinearShape) and isinstance(tuning, LinearTuning):
-        sizes = dict(num_rows=shape.rows, itemsize=jnp.dtype(dtype).itemsize, gated=shape.gated)
-        return tuning.shared_bytes(**sizes) <= _MAX_SHARED_BYTES and (tuning.tensor_cores == 1 or shape.rows == 1)
+        taken = tuning.shared_bytes(num_rows=shape.rows, itemsize=itemsize, gated=shape.gated)
+        return taken <= _MAX_SHARED_BYTES and (tuning.tensor_cores == 1 or shape.rows == 1)
+    if isinstance(shape, ExpertShape) and isinstance(tuning, ExpertTuning):
+        return tuning.shared_bytes(num_rows=shape.rows, itemsize=itemsize) <= _MAX_SHARED_BYTES
     return True

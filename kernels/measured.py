@@ -16,7 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.shapes import AttentionShape, LinearShape, LowRankShape, RotaryShape, SelectionShape, Shape, bucket
+from specjax.kernels.shapes import (
+    AttentionShape,
+    ChoiceShape,
+    ExpertShape,
+    GatheredShape,
+    LargestShape,
+    LinearShape,
+    LowRankShape,
+    RotaryShape,
+    SelectionShape,
+    Shape,
+    bucket,
+)
 from specjax.kernels.triton_call import what_is_missing
 from specjax.kernels.tuning import Tuning
 
@@ -28,6 +40,10 @@ _SHAPES = {
     "low_rank_argmax": LowRankShape,
     "few_row_linear": LinearShape,
     "rope_and_write": RotaryShape,
+    "expert_products": ExpertShape,
+    "expert_choice": ChoiceShape,
+    "gathered_ffn": GatheredShape,
+    "largest": LargestShape,
 }
 _KEYS = {"device", "op", "dtype", "shape", "implementation", "us", "reference_us"}
 Table = Mapping[tuple[Any, ...], str]
@@ -108,6 +124,22 @@ def check_implementation(op: str, implementation: str, implementations: tuple[st
         tuning.of_text(text)
 
 
+def kernel_choice(implementation: str, shape: Shape, dtype: Any) -> tuple[bool, str]:
+    """Whether the Triton kernel runs, of `"auto"` on CUDA devices alone, and what stands behind the `@`: how its work is cut.
+
+    Args:
+        implementation: `"auto"`, `"triton"` or `"triton@..."`; all others run no kernel. Where the table says how to cut the work,
+            `"triton"` does so too.
+        shape: Of the call.
+        dtype: Of what is read.
+    """
+    name, at, cut = implementation.partition("@")
+    if name not in ("auto", "triton") or at:
+        return name == "triton", cut
+    known, _, cut = fastest(shape, dtype).partition("@")
+    return "triton" in (name, known), cut
+
+
 def dispatch(
     implementation: str,
     shape: Shape,
@@ -123,8 +155,7 @@ def dispatch(
     The Triton kernel of `"auto"` has the reference's derivative, and on other platforms than CUDA the reference runs in its place.
 
     Args:
-        implementation: `"auto"`, `"reference"`, `"triton"`, or with `tuned` `"triton@..."`. Where the table says how to cut the work,
-            `"triton"` does so too.
+        implementation: `"auto"`, `"reference"`, `"triton"`, or with `tuned` `"triton@..."`; see `kernel_choice`.
         shape: What the table knows the call by.
         dtype: Of what is read.
         triton: The kernel.
@@ -135,15 +166,12 @@ def dispatch(
     Returns:
         What the function returns.
     """
-    if implementation == "reference":
+    runs, cut = kernel_choice(implementation, shape, dtype)
+    if not runs:
         return reference(*arrays)
-    choice = implementation if "@" in implementation else fastest(shape, dtype)
-    text = choice.partition("@")[2]
-    fast = with_derivative_of(reference, tuned(text) if text and tuned is not None else triton)
+    fast = with_derivative_of(reference, tuned(cut) if cut and tuned is not None else triton)
     if implementation != "auto":
         return fast(*arrays)
-    if choice == "reference":
-        return reference(*arrays)
     return lax.platform_dependent(*arrays, cuda=fast, default=reference)
 
 

@@ -1,9 +1,9 @@
-"""Shapes of the operations that have kernels: those that tests, tuning and benchmarks share, and keys of the table of choices."""
+"""Shapes of the operations that have kernels: what the table of choices is keyed by, and what a call of each moves."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,109 @@ class RotaryShape:
         return ("head_dim", 1 << (self.head_dim - 1).bit_length()), ("rows", _rows_class(self.rows))
 
 
-Shape = AttentionShape | SelectionShape | LowRankShape | LinearShape | RotaryShape
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """`expert_products`.
+
+    Attributes:
+        rows: M.
+        choices: C.
+        experts: E.
+        hidden: D.
+        ffn: F.
+    """
+
+    rows: int
+    choices: int
+    experts: int
+    hidden: int
+    ffn: int
+    op: ClassVar[str] = "expert_products"
+
+    @classmethod
+    def of(cls, experts: tuple[int, ...], gate_up: tuple[int, ...]) -> ExpertShape:
+        """From the shapes of the arrays, `[M,C]` and `[E,D,2,F]`."""
+        return cls(rows=experts[0], choices=experts[1], experts=gate_up[0], hidden=gate_up[1], ffn=gate_up[3])
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the experts that rows use between them if each chooses evenly and apart, and the rows."""
+        distinct = self.experts * (1 - (1 - self.choices / self.experts) ** self.rows)
+        return round(itemsize * self.hidden * (3 * self.ffn * distinct + 2 * self.rows))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LargestShape:
+    """`largest`.
+
+    Attributes:
+        rows: Rows of numbers.
+        size: V.
+        chosen: k.
+        dtype: Of the numbers, whatever a model's is.
+    """
+
+    rows: int
+    size: int
+    chosen: int
+    op: ClassVar[str] = "largest"
+    dtype: ClassVar[str] = "float32"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the numbers, which are float32, and the columns."""
+        del itemsize
+        return 4 * self.rows * (self.size + self.chosen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredShape:
+    """`gathered_ffn`.
+
+    Attributes:
+        groups: G.
+        rows: T, tokens a group.
+        hidden: D, and O.
+        ffn: F.
+        kept: k, channels a group.
+    """
+
+    groups: int
+    rows: int
+    hidden: int
+    ffn: int
+    kept: int
+    op: ClassVar[str] = "gathered_ffn"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the chosen rows of both matrices, of each group's, the tokens and the results."""
+        return itemsize * self.groups * self.hidden * 2 * (self.kept + self.rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceShape:
+    """`expert_choice`.
+
+    Attributes:
+        rows: M.
+        experts: E.
+        choices: C.
+        dtype: Of the scores, whatever a model's is.
+    """
+
+    rows: int
+    experts: int
+    choices: int
+    op: ClassVar[str] = "expert_choice"
+    dtype: ClassVar[str] = "float32"
+
+    def moved_bytes(self, itemsize: int) -> int:
+        """Bytes that must pass through memory: the scores, which are float32, and the choices with their weights."""
+        del itemsize
+        return 4 * self.rows * (self.experts + 2 * self.choices)
+
+
+Shape = (
+    AttentionShape | SelectionShape | LowRankShape | LinearShape | RotaryShape | ExpertShape | ChoiceShape | LargestShape | GatheredShape
+)
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
@@ -175,71 +277,3 @@ def _half_step(size: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no smaller."""
     above = 1 << (size - 1).bit_length()
     return above * 3 // 4 if above >= 4 and size <= above * 3 // 4 else above
-
-
-_LLAMA_8B = dict(kv_heads=8, group=4, head_dim=128)
-_QWEN_1_5B = dict(kv_heads=2, group=6, head_dim=128)
-_OLMOE = dict(kv_heads=16, group=1, head_dim=128)
-# Verification is G + 1 rows, drafting and plain decoding are one.
-ATTENTION_SHAPES = (
-    *(AttentionShape(batch=1, rows=rows, slots=slots, **_LLAMA_8B) for slots in (4096, 16384, 65536, 131072) for rows in (1, 6)),
-    *(AttentionShape(batch=8, rows=rows, slots=32768, **_LLAMA_8B) for rows in (1, 6)),
-    *(AttentionShape(batch=64, rows=rows, slots=2048, **_LLAMA_8B) for rows in (1, 6)),
-    AttentionShape(batch=1, rows=16, slots=16384, **_LLAMA_8B),
-    AttentionShape(batch=1, rows=6, slots=16384, **_QWEN_1_5B),
-    AttentionShape(batch=1, rows=6, slots=4096, **_OLMOE),
-)
-SPARSE_ATTENTION_SHAPES = (
-    *(AttentionShape(batch=1, rows=6, slots=slots, kept_slots=slots // 8, **_LLAMA_8B) for slots in (16384, 65536, 131072)),
-    AttentionShape(batch=1, rows=1, slots=16384, kept_slots=4096, **_LLAMA_8B),
-    AttentionShape(batch=1, rows=6, slots=16384, kept_slots=16384, **_LLAMA_8B),
-    AttentionShape(batch=8, rows=6, slots=32768, kept_slots=4096, **_LLAMA_8B),
-)
-SELECTION_SHAPES = (
-    *(SelectionShape(batch=1, blocks=blocks, chosen=blocks // 8, **_LLAMA_8B) for blocks in (256, 1024, 2048)),
-    SelectionShape(batch=8, blocks=512, chosen=64, **_LLAMA_8B),
-)
-LOW_RANK_SHAPES = (
-    *(LowRankShape(rows=rows, hidden=4096, rank=512, vocab=128256) for rows in (1, 8, 64)),
-    *(LowRankShape(rows=rows, hidden=2048, rank=256, vocab=151936) for rows in (1, 64)),
-)
-
-
-def _decoder_layer(*, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int | None) -> tuple[dict[str, Any], ...]:
-    """The products of a layer, all but their rows: queries, keys and values; output; gate and up; down."""
-    attention = dict(inner=hidden, columns=(heads + 2 * kv_heads) * head_dim, normed=True), dict(inner=heads * head_dim, columns=hidden)
-    if ffn is None:
-        return attention
-    return *attention, dict(inner=hidden, columns=ffn, normed=True, gated=True), dict(inner=ffn, columns=hidden)
-
-
-_LLAMA_8B_LAYER = _decoder_layer(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336)
-_PRODUCTS: tuple[dict[str, Any], ...] = (
-    *_LLAMA_8B_LAYER,
-    dict(inner=12288, columns=4096),  # fc of an EAGLE-3 drafter of that model
-    dict(inner=8192, columns=6144),  # and its first queries, keys and values, normed in two halves before
-    *_decoder_layer(hidden=1536, heads=12, kv_heads=2, head_dim=128, ffn=8960),  # Qwen2.5-1.5B
-    *_decoder_layer(hidden=896, heads=14, kv_heads=2, head_dim=64, ffn=4864),  # Qwen2.5-0.5B
-    *_decoder_layer(hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=None),  # Qwen3-30B-A3B
-)
-LINEAR_SHAPES: tuple[LinearShape, ...] = tuple(LinearShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in _PRODUCTS)
-_QWEN_0_5B = dict(kv_heads=2, group=7, head_dim=64)
-ROTARY_SHAPES = tuple(RotaryShape(rows=rows, **sizes) for rows in (1, 6, 16, 64) for sizes in (_LLAMA_8B, _QWEN_0_5B))
-_TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
-# For a run that only shows that everything works.
-TINY_SHAPES: tuple[Shape, ...] = (
-    AttentionShape(rows=3, slots=64, **_TINY),
-    AttentionShape(rows=3, slots=64, kept_slots=32, block_size=16, **_TINY),
-    SelectionShape(blocks=8, chosen=4, **_TINY),
-    LowRankShape(rows=3, hidden=16, rank=8, vocab=40),
-    LinearShape(rows=3, inner=32, columns=48, gated=True, normed=True),
-    RotaryShape(rows=3, kv_heads=2, group=2, head_dim=16),
-)
-SHAPES: tuple[Shape, ...] = (
-    *ATTENTION_SHAPES,
-    *SPARSE_ATTENTION_SHAPES,
-    *SELECTION_SHAPES,
-    *LOW_RANK_SHAPES,
-    *LINEAR_SHAPES,
-    *ROTARY_SHAPES,
-)

@@ -1,7 +1,7 @@
 """Generation: prefill, then one `lax.while_loop` of draft → verify → commit.
 
 Start here. `speculative_generate` and `generate` are the same loop, with and without a drafter. Everything that may be replaced (the
-drafter, its head, the verification rule, the attention implementation) comes in through an argument; the loop knows none of them by name.
+drafter, its head, the verification rule, the kernels) comes in through an argument; the loop knows none of them by name.
 """
 
 from __future__ import annotations

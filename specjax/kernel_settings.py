@@ -5,10 +5,24 @@ from __future__ import annotations
 import dataclasses
 
 from specjax.checks import require
-from specjax.kernels import cached_attention, expert_products, few_row_linear, low_rank_argmax, rope_and_write
+from specjax.kernels import (
+    cached_attention,
+    expert_choice,
+    expert_products,
+    few_row_linear,
+    gathered_ffn,
+    low_rank_argmax,
+    rope_and_write,
+)
 
 _OPERATIONS = dict(
-    attention=cached_attention, projections=few_row_linear, cache_write=rope_and_write, experts=expert_products, draft_head=low_rank_argmax
+    attention=cached_attention,
+    projections=few_row_linear,
+    cache_write=rope_and_write,
+    expert_choice=expert_choice,
+    experts=expert_products,
+    channels=gathered_ffn,
+    draft_head=low_rank_argmax,
 )
 
 
@@ -26,7 +40,9 @@ class Kernels:
         projections: `few_row_linear`: queries, keys and values, output, gate and up, down, and a drafter's fusion of features, with the
             norm before and the residual behind them.
         cache_write: `rope_and_write`.
+        expert_choice: `expert_choice`, a router's.
         experts: `expert_products`. For gradients through a mixture of experts `"dense"`.
+        channels: `largest` and `gathered_ffn`, of a sparse feed-forward network.
         draft_head: `low_rank_argmax`, the greedy pick of a low-rank draft head.
 
     Raises:
@@ -36,7 +52,9 @@ class Kernels:
     attention: str = "auto"
     projections: str = "auto"
     cache_write: str = "auto"
+    expert_choice: str = "auto"
     experts: str = "auto"
+    channels: str = "auto"
     draft_head: str = "auto"
 
     def __post_init__(self) -> None:

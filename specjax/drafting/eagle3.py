@@ -87,7 +87,7 @@ class Eagle3(PureModule):
         if cfg.fc_norm:
             self.fc_norm = [norm() for _ in range(cfg.num_features)]
         self.fc = self.param("fc", PROJECTION_INIT, (fused_width, width), dtype)
-        self.layers = [_Layer(cfg, dtype, self.kernels.projections, name=f"layer_{index}") for index in range(decoder.num_layers)]
+        self.layers = [_Layer(cfg, dtype, self.kernels, name=f"layer_{index}") for index in range(decoder.num_layers)]
         self.final_norm = norm()
         self.draft_head = declare_head(self, cfg.head, hidden_size=width, vocab_size=decoder.vocab_size, dtype=dtype)
 
@@ -193,7 +193,7 @@ class Eagle3(PureModule):
 class _Layer(nn.Module):
     config: Eagle3Config
     param_dtype: jnp.dtype
-    implementation: str
+    kernels: Kernels
 
     @nn.compact
     def __call__(
@@ -210,6 +210,6 @@ class _Layer(nn.Module):
         if embeddings is not None:
             x = normed.value if self.config.norm_before_residual else x
             rows = jnp.concatenate([norm("embedding_norm")(embeddings), normed.value], axis=-1)
-        x, kept = Attention(decoder, self.param_dtype, self.implementation, name="attention")(rows, angles, attend, x)
-        mlp = FeedForward(decoder, self.param_dtype, self.implementation, name="mlp")
+        x, kept = Attention(decoder, self.param_dtype, self.kernels.projections, name="attention")(rows, angles, attend, x)
+        mlp = FeedForward(decoder, self.param_dtype, self.kernels, name="mlp")
         return mlp(norm("mlp_norm").deferred(x), residual=x)[0], kept

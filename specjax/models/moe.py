@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ModelConfig
+from specjax.kernel_settings import Kernels
+from specjax.kernels.expert_choice import expert_choice
 from specjax.kernels.expert_products import expert_products
-from specjax.models.feed_forward import gate_activation, gated
+from specjax.models.feed_forward import gated_unit
 from specjax.models.layers import PROJECTION_INIT, product
 from specjax.sparsity.histogram import NUM_BINS, histogram
 from specjax.sparsity.sparse_ffn import keep_channels
@@ -36,12 +38,12 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         config: Sizes; `config.moe` is set.
         param_dtype: Dtype of the parameters.
-        implementation: Passed to `expert_products`.
+        kernels: Its `experts` and `expert_choice`.
     """
 
     config: ModelConfig
     param_dtype: jnp.dtype
-    implementation: str = "auto"
+    kernels: Kernels = Kernels()
 
     @nn.compact
     def __call__(self, x: jax.Array, sparse: SparseMLP | None = None) -> tuple[jax.Array, ExpertWork | None]:
@@ -53,14 +55,15 @@ class MixtureOfExperts(nn.Module):
         if moe.router_bias:
             bias = self.param("router_bias", nn.initializers.zeros, (moe.num_experts,), self.param_dtype)
             scores = scores + bias.astype(jnp.float32)
-        probs, work, may_skip, own = jax.nn.softmax(scores, axis=-1), None, False, None
-        self.sow(ROUTER, "probs", probs)  # does nothing unless asked for
+        work, may_skip, own = None, False, None
+        if self.is_mutable_collection(ROUTER):
+            self.sow(ROUTER, "probs", jax.nn.softmax(scores, axis=-1))
         counted = None if sparse is None else sparse.counted
         if sparse is None or sparse.moe is None or sparse.moe.exact(moe):
-            weights, experts = jax.lax.top_k(probs, moe.num_experts_per_token)
-            if moe.normalise:
-                weights = weights / weights.sum(axis=-1, keepdims=True)
+            chosen: dict[str, Any] = dict(choices=moe.num_experts_per_token, normalise=moe.normalise)
+            weights, experts = expert_choice(scores, **chosen, implementation=self.kernels.expert_choice)
         else:
+            probs = jax.nn.softmax(scores, axis=-1)
             choice = choose_experts(probs.reshape(*x.shape[:-1], -1), moe, sparse.moe, beta=sparse.beta, counted=counted)
             experts, weights, own, may_skip = choice.experts, choice.weights, choice.own, choice.may_skip
         thins_out = sparse is not None and sparse.ffn is not None and not sparse.ffn.exact  # leaves channels of experts out
@@ -74,10 +77,9 @@ class MixtureOfExperts(nn.Module):
             counts = jnp.ones(tokens.shape[:1], bool) if counted is None else counted.reshape(-1)
             self.sow("intermediates", "gates", _gates(cfg, tokens, experts, counts, gate_up, biases.get("gate_up_bias")))
         down = self.param("expert_down", PROJECTION_INIT, (moe.num_experts, ffn, width), self.param_dtype)
-        options: dict[str, Any] = dict(implementation=self.implementation, may_skip=may_skip)
-        out = expert_products(
-            tokens, experts, weights, gate_up, down, activation=functools.partial(_gated_above, cfg, sparse), **options, **biases
-        )
+        options: dict[str, Any] = dict(implementation=self.kernels.experts, may_skip=may_skip)
+        activation = functools.partial(_gated_above, cfg, sparse) if sparse is not None and thins_out else gated_unit(cfg)
+        out = expert_products(tokens, experts, weights, gate_up, down, activation=activation, **options, **biases)
         if thins_out or (sparse is not None and sparse.moe is not None and not sparse.moe.exact(moe)):
             kept = None
             if thins_out and sparse is not None:
@@ -93,12 +95,9 @@ class MixtureOfExperts(nn.Module):
         return out.reshape(x.shape), work
 
 
-def _gated_above(config: ModelConfig, sparse: SparseMLP | None, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The inner activation; where channels are left out, zero below the threshold."""
-    inner = gated(config, gate, up)
-    if sparse is None or sparse.ffn is None or sparse.ffn.exact:
-        return inner
-    return jnp.where(_above(config, sparse, gate), inner, 0)
+def _gated_above(config: ModelConfig, sparse: SparseMLP, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The inner activation, zero below the threshold."""
+    return jnp.where(_above(config, sparse, gate), gated_unit(config)(gate, up), 0)
 
 
 def _is_above(config: ModelConfig, sparse: SparseMLP, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -109,7 +108,7 @@ def _is_above(config: ModelConfig, sparse: SparseMLP, gate: jax.Array, up: jax.A
 def _above(config: ModelConfig, sparse: SparseMLP, gate: jax.Array) -> jax.Array:
     assert sparse.ffn is not None
     assert sparse.ffn.select == "threshold", sparse.ffn
-    return keep_channels(jnp.abs(gate_activation(config, gate).astype(jnp.float32)), sparse.ffn, sparse.tau)
+    return keep_channels(jnp.abs(gated_unit(config).activate(gate).astype(jnp.float32)), sparse.ffn, sparse.tau)
 
 
 def _gates(
@@ -122,6 +121,6 @@ def _gates(
         if bias is not None:
             gate = gate + bias[expert, 0].astype(gate.dtype)
         chose = (experts == expert).any(axis=-1) & counted
-        return counts + histogram(jnp.abs(gate_activation(config, gate)), chose[:, None]), None
+        return counts + histogram(jnp.abs(gated_unit(config).activate(gate)), chose[:, None]), None
 
     return jax.lax.scan(of_expert, jnp.zeros((NUM_BINS,), jnp.int32), jnp.arange(gate_up.shape[0]))[0]

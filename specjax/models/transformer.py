@@ -199,7 +199,7 @@ class _Block(nn.Module):
         x, kept = Attention(cfg, dtype, self.kernels.projections, name="attention")(normed, angles, attend, x)
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="mlp_norm").deferred(x)
         if cfg.has_experts(self.index):
-            out, work = MixtureOfExperts(cfg, dtype, self.kernels.experts, name="mlp")(normed.value, sparse_mlp)
+            out, work = MixtureOfExperts(cfg, dtype, self.kernels, name="mlp")(normed.value, sparse_mlp)
             return x + out, kept, work
-        x, work = FeedForward(cfg, dtype, self.kernels.projections, name="mlp")(normed, sparse_mlp, x)
+        x, work = FeedForward(cfg, dtype, self.kernels, name="mlp")(normed, sparse_mlp, x)
         return x, kept, work

@@ -6,22 +6,25 @@ where `|act(x W_gate)| < tau`. The gate itself is always whole, so a third of th
 A threshold for each token is the specification and saves nothing, for the shapes stay. A fixed number of channels that rows share saves
 reading: their rows of `up [F,D]` and `down [F,D]` are gathered. A channel's column of `gate_up [D,2,F]` cannot be, not with profit: it is D
 numbers that stand 2 F apart, and memory is read in pieces longer than one of them. So the gathered form takes its own layout of the same
-weights, `specjax.models.projections.split_gate_up`; with `gate_up` as it is stored it reads the whole of up and gathers `down` alone.
+weights, `specjax.models.projections.split_gate_up`; with `gate_up` as it is stored it reads the whole of up and gathers `down` alone. XLA
+copies gathered rows, and so moves three times their bytes; the kernels of `gathered_ffn` read them where they lie.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.gated_unit import GatedUnit
+from specjax.kernels.gathered_ffn import gathered_ffn
+from specjax.kernels.largest import largest
 from specjax.models.layers import product
-from specjax.models.projections import Projections, rows_product
-from specjax.top_k import largest
+from specjax.models.projections import Projections
 
 if TYPE_CHECKING:
     from specjax.config import ModelConfig
@@ -141,22 +144,22 @@ def sparse_feed_forward(
     weights: Projections,
     sparse: SparseFFN,
     *,
-    activate: Callable[[jax.Array], jax.Array],
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    unit: GatedUnit,
     tau: jax.Array | None = None,
     counted: jax.Array | None = None,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, FeedForwardWork]:
-    """`combine(act(x W_gate), x W_up) W_down` over the kept channels.
+    """`unit(x W_gate, x W_up) W_down` over the kept channels.
 
     Args:
         x: `[B,T,D]`.
         weights: Of the network.
         sparse: Static.
-        activate: Of the gate `[..., F]`: what a channel's size is taken of. Elementwise.
-        combine: Of the activated gate and up: the inner activation. Elementwise.
+        unit: The inner activation; a channel's size is that of its activated gate.
         tau: Scalar float32, for `"threshold"`.
         counted: `[B,T]` bool, tokens whose scores count in a shared choice, and in what is measured; `None` is all. A row of which none
             counts keeps what it likes.
+        implementation: Passed to `largest` and `gathered_ffn`.
 
     Returns:
         `[B,T,D]`, and what was kept.
@@ -171,19 +174,21 @@ def sparse_feed_forward(
     gathered = sparse.select == "top_k" and _gathers(sparse, num_groups=contributing.shape[0], size=size)
     up = None
     if gathered and weights.gate_up is None:
-        activated = activate(weights.gate_half(x))
+        activated = unit.activate(weights.gate_half(x))
     else:
         gate, up = weights.halves(x)
-        activated = activate(gate)
+        activated = unit.activate(gate)
     scores = channel_scores(_group(activated, sparse), sparse, contributing)
-    kept = keep_channels(scores, sparse, tau)
     if gathered:
-        channels = largest(scores, sparse.num_channels(size))
+        channels = largest(scores, sparse.num_channels(size), implementation=implementation)
+        kept = _mask(channels, size)
         up = None if up is None else _group(up, sparse)
-        out = _gathered(_group(x, sparse), _group(activated, sparse), up, channels, weights, combine).reshape(x.shape)
+        gathers = functools.partial(_gathered, unit=unit, implementation=implementation)
+        out = gathers(_group(x, sparse), _group(activated, sparse), up, channels, weights).reshape(x.shape)
     else:
         assert up is not None
-        inner = combine(activated, up)
+        kept = keep_channels(scores, sparse, tau, implementation=implementation)
+        inner = unit.combine(activated, up)
         out = weights.out(jnp.where(kept[:, None], _group(inner, sparse), 0).reshape(inner.shape))
     return out, _work(kept, sparse, counted, x.shape[:2])
 
@@ -208,13 +213,14 @@ def channel_scores(activated: jax.Array, sparse: SparseFFN, counted: jax.Array) 
     return sizes.max(axis=1)
 
 
-def keep_channels(scores: jax.Array, sparse: SparseFFN, tau: jax.Array | None = None) -> jax.Array:
+def keep_channels(scores: jax.Array, sparse: SparseFFN, tau: jax.Array | None = None, *, implementation: str = "auto") -> jax.Array:
     """Which channels stay. One whose score is no number stays, so that the fault shows.
 
     Args:
         scores: `[groups,F]` float32.
         sparse: Static.
         tau: Scalar, for `"threshold"`.
+        implementation: Passed to `largest`.
 
     Returns:
         `[groups,F]` bool.
@@ -222,8 +228,13 @@ def keep_channels(scores: jax.Array, sparse: SparseFFN, tau: jax.Array | None = 
     if sparse.select == "threshold":
         assert tau is not None
         return ~(scores < tau)
-    channels = largest(scores, sparse.num_channels(scores.shape[-1]))
-    return jnp.zeros(scores.shape, bool).at[jnp.arange(scores.shape[0])[:, None], channels].set(True)
+    return _mask(largest(scores, sparse.num_channels(scores.shape[-1]), implementation=implementation), scores.shape[-1])
+
+
+def _mask(channels: jax.Array, size: int) -> jax.Array:
+    """`[groups,k]` → `[groups,F]` bool."""
+    rows = jnp.arange(channels.shape[0])[:, None]
+    return jnp.zeros((channels.shape[0], size), bool).at[rows, channels].set(True)
 
 
 def _gathers(sparse: SparseFFN, *, num_groups: int, size: int) -> bool:
@@ -239,23 +250,23 @@ def _gathered(
     up: jax.Array | None,
     channels: jax.Array,
     weights: Projections,
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    unit: GatedUnit,
+    implementation: str,
 ) -> jax.Array:
     """The up and down projections of each group's channels. x `[groups,tokens,D]`, channels `[groups,k]`."""
+    if up is None:
+        assert weights.up is not None
+        bias = None if weights.gate_up_bias is None else weights.gate_up_bias[1]
+        options: dict[str, Any] = dict(unit=unit, up_bias=bias, implementation=implementation)
+        return weights.with_down_bias(gathered_ffn(x, activated, channels, weights.up, weights.down, **options))
 
-    def of_group(x: jax.Array, activated: jax.Array, up: jax.Array | None, channels: jax.Array) -> jax.Array:
-        if up is not None:
-            up = up[:, channels]
-        else:
-            assert weights.up is not None
-            up = rows_product(x, weights.up[channels])
-            if weights.gate_up_bias is not None:
-                up = up + weights.gate_up_bias[1, channels].astype(up.dtype)
-        return product(combine(activated[:, channels], up), weights.down[channels])
+    def of_group(activated: jax.Array, up: jax.Array, channels: jax.Array) -> jax.Array:
+        return product(unit.combine(activated[:, channels], up[:, channels]), weights.down[channels])
 
     if x.shape[0] == 1:  # a batch of one product is a product of another kind to XLA
-        return weights.with_down_bias(of_group(x[0], activated[0], None if up is None else up[0], channels[0]))[None]
-    return weights.with_down_bias(jax.vmap(of_group)(x, activated, up, channels))
+        return weights.with_down_bias(of_group(activated[0], up[0], channels[0]))[None]
+    return weights.with_down_bias(jax.vmap(of_group)(activated, up, channels))
 
 
 def _group(array: jax.Array, sparse: SparseFFN) -> jax.Array:
@@ -276,7 +287,10 @@ def _contributing(sparse: SparseFFN, counted: jax.Array | None, shape: tuple[int
 def _work(kept: jax.Array, sparse: SparseFFN, counted: jax.Array | None, shape: tuple[int, ...]) -> FeedForwardWork:
     """Shares a row, of `[groups,F]`."""
     if sparse.per != "token":
-        share = jnp.broadcast_to(kept.mean(axis=-1, dtype=jnp.float32), shape[:1])
+        if sparse.select == "top_k":  # known beforehand: nothing has to be counted in the step
+            share = jnp.full(shape[:1], sparse.num_channels(kept.shape[-1]) / kept.shape[-1], jnp.float32)
+        else:
+            share = jnp.broadcast_to(kept.mean(axis=-1, dtype=jnp.float32), shape[:1])
         return FeedForwardWork(channels=share, channels_read=share)
     counted = jnp.ones(shape, bool) if counted is None else counted
     kept = kept.reshape(*shape, -1) & counted[..., None]

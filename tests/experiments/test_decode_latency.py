@@ -44,6 +44,29 @@ def test_every_mode_yields_rows_with_their_floor_and_raw_times():
     assert executions["executions"] == 1
 
 
+@pytest.mark.full
+def test_an_eagle3_step_says_what_its_heads_take_at_the_points_that_are_asked_for():
+    words = [word for word in SMALL if not word.startswith("pair_drafter")]
+    words += ["modes=speculative_step", "pair_drafter=eagle3:low_rank:4", "points=1:64", "pair_points=2:48"]
+    (row,) = decode_latency.run(parse_config(decode_latency.Config, words))
+    assert (row["batch"], row["context"], row["drafter"], row["drafter_weights"]) == (2, 48, "eagle3:low_rank:4", "random")
+    assert row["heads_ms"] == pytest.approx(row["propose_ms_per_step"] - row["bodies_ms_per_step"])
+    assert row["floor_ms"] == pytest.approx(row["propose_floor_ms"] + row["verification_floor_ms"])
+    # Two tokens from factors of rank 8: D = 32 and V = 96.
+    assert row["propose_floor_ms"] > 2 * 4 * 8 * (32 + 96) / 4.3e12 * 1e3
+    assert "of which heads" in decode_latency.columns(row)["proposing"]
+
+
+def test_points_are_pairs_of_positive_numbers_in_the_place_of_batches_and_contexts():
+    config = parse_config(decode_latency.Config, ["points=1:1024,16:4096", "pair_points=64:2048"])
+    assert config.sizes("decode") == [(1, 1024), (16, 4096)]
+    assert config.sizes("speculative_step") == [(64, 2048)]
+    assert parse_config(decode_latency.Config, ["batches=1,2", "contexts=8"]).sizes("decode") == [(1, 8), (2, 8)]
+    for point in ("1024", "1:0", "1:x"):
+        with pytest.raises(ExperimentError, match=f"points must be BATCH:CONTEXT, such as 16:4096, got '{point}'"):
+            parse_config(decode_latency.Config, [f"points={point}"])
+
+
 def test_a_call_of_two_executables_is_counted_as_two():
     double, x = jax.jit(lambda x: x * 2), np.ones((4,), np.float32)
 

@@ -16,7 +16,7 @@ from experiments import kernels, tune
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import check_row
 from specjax.kernels.measured import PATH, fastest, read_table
-from specjax.kernels.shapes import SHAPES, TINY_SHAPES
+from specjax.kernels.shape_lists import SHAPES, TINY_SHAPES
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
 SMALL = ("shapes=tiny", "implementations=reference", "l2_bytes=0", "short_steps=1", "long_steps=3", "repeats=1", "dtype=float32")
@@ -67,7 +67,9 @@ def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_
         (["shapes=huge"], "shapes must be one of full, tiny, got 'huge'"),
         (["ops=matmul"], "ops must be some of .*cached_attention.*, got matmul"),
         (["implementations=reference,triton@3:64:4:3"], "no operation that is measured can be cut as 'triton@3:64:4:3' says"),
-        (["implementations=reference,triton@2:16:4:2", "ops=few_row_linear"], "can be cut as 'triton@2:16:4:2' says"),
+        (["implementations=reference,triton@fast"], "no operation that is measured can be cut as 'triton@fast' says"),
+        (["implementations=reference,triton@8:64:64:4:4"], "can be cut as 'triton@8:64:64:4:4' says"),
+        (["implementations=reference,triton@2:16:4:2", "ops=few_row_linear,expert_products"], "can be cut as 'triton@2:16:4:2' says"),
         (["rows=7"], r"no shape of 'full' has these ops, rows and sizes: \(\), \(7,\)"),
         (["implementations=triton"], "implementations must be reference, and may be triton, got triton"),
     ],
@@ -80,16 +82,20 @@ def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
 @needs_triton
 def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
-    words = [word for word in SMALL if "implementations" not in word] + ["implementations=reference,triton@2:16:4:2,triton@16:16:4:2:2:1"]
+    cuts = "triton@2:16:4:2,triton@16:16:4:2:2:1,triton@16:16:16:4:2"
+    words = [word for word in SMALL if "implementations" not in word] + [f"implementations=reference,{cuts}"]
     with interpreted():
-        rows = list(kernels.run(parse_config(kernels.Config, [*words, "ops=cached_attention,low_rank_argmax,few_row_linear"])))
-        assert {"merge_parts", "multiply_strip"} <= set(launches)
+        ops = "cached_attention,low_rank_argmax,few_row_linear,expert_products"
+        rows = list(kernels.run(parse_config(kernels.Config, [*words, f"ops={ops}"])))
+        assert {"merge_parts", "multiply_strip", "weighted_down"} <= set(launches)
     assert [(row["op"], row["implementation"]) for row in rows] == [
         ("cached_attention", "reference"),
         ("cached_attention", "triton@2:16:4:2"),
         ("low_rank_argmax", "reference"),
         ("few_row_linear", "reference"),
         ("few_row_linear", "triton@16:16:4:2:2:1"),
+        ("expert_products", "reference"),
+        ("expert_products", "triton@16:16:16:4:2"),
     ]
 
 
@@ -115,6 +121,10 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: None)
     assert fastest(first, jnp.bfloat16, table=read_table(path)) == "triton"
     assert fastest(second, jnp.bfloat16, table=read_table(path)) == "reference"  # within the noise
+    numbers = TINY_SHAPES[-1]
+    measured[:] = [(numbers, dict(reference=2.0, triton=1.0))]
+    list(tune.run(config))
+    assert fastest(numbers, jnp.float32, table=read_table(path)) == "triton"  # whatever the dtype of the others
     measured[:] = [(second, dict(reference=1.0, triton=-0.1))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     measured[:] = [(first, dict(reference=1.0, triton=2.0))]
@@ -125,4 +135,4 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
     assert [row["implementation"] for row in tune.run(config)] == [cut, "triton"]
     assert fastest(first, jnp.bfloat16, table=read_table(path)) == cut
     assert [row["device"] for row in json.loads(path.read_text())].count("other") == 1
-    assert len(json.loads(path.read_text())) == 3
+    assert len(json.loads(path.read_text())) == 4

@@ -82,9 +82,9 @@ def _target(ptx: str) -> str:
 
 
 def main() -> None:
-    """Arguments: operations, architectures, a dtype. Every shape of `specjax.kernels.shapes`."""
+    """Arguments: operations, architectures, a dtype. Every shape of `specjax.kernels.shape_lists`."""
     from specjax.kernels.cases import arguments, run
-    from specjax.kernels.shapes import SHAPES
+    from specjax.kernels.shape_lists import SHAPES
 
     ops, architectures, dtype = sys.argv[1].split(","), [int(word) for word in sys.argv[2].split(",")], sys.argv[3]
     found = []

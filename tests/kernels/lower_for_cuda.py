@@ -19,7 +19,8 @@ from specjax import GenerateConfig, Kernels, ModelConfig, PromptLookup, Transfor
 from specjax.generate import _generate, prepare_call
 from specjax.kernels import measured
 from specjax.kernels.cases import arguments, run
-from specjax.kernels.shapes import SHAPES, Shape
+from specjax.kernels.shape_lists import SHAPES
+from specjax.kernels.shapes import Shape
 
 
 def main() -> None:

@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 
-from specjax.kernels.shapes import SHAPES
+from specjax.kernels.shape_lists import SHAPES
 from tests.kernels.interpreted_triton import needs_triton
 
 # Shared memory that one program may have, by architecture (CUDA programming guide, "Technical Specifications per Compute Capability").
 MOST_SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 FULL = pytest.mark.full
 ATTENTION, OTHERS = "cached_attention,block_sparse_attention", "block_selection,low_rank_argmax"
-LAYER = "few_row_linear,rope_and_write"
+LAYER, MLP = "few_row_linear,rope_and_write", "expert_choice,expert_products,gathered_ffn,largest"
 KERNELS = {
     ATTENTION: {"attend_part", "merge_parts"},
     OTHERS: {"score_and_choose", "best_of_part", "best_of_parts"},
     LAYER: {"multiply_strip", "rotate_and_write"},
+    MLP: {"gate_and_up", "weighted_down", "chosen_up", "chosen_down", "choose_largest", "choose_experts"},
 }
 
 
@@ -37,6 +38,7 @@ KERNELS = {
         pytest.param(OTHERS, "float32", marks=FULL),
         pytest.param(LAYER, "bfloat16", marks=FULL),
         pytest.param(LAYER, "float32", marks=FULL),
+        pytest.param(MLP, "bfloat16", marks=FULL),
     ],
 )
 def test_every_shape_compiles_for_every_architecture(ops: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +69,18 @@ def test_jax_triton_lowers_every_kernel_for_cuda_and_auto_for_either_platform() 
         pytest.skip("jax-triton needs JAX's CUDA plugin: pip install 'specjax[gpu]'")
     found = run_program("tests/kernels/lower_for_cuda.py")
     auto, loop = found.pop("auto"), found.pop("loop")
-    attention = {"cached_attention": 2, "block_sparse_attention": 2, "block_selection": 1}
-    assert found == attention | {"low_rank_argmax": 2, "few_row_linear": 1, "rope_and_write": 1}
+    assert found == {
+        "cached_attention": 2,
+        "block_sparse_attention": 2,
+        "block_selection": 1,
+        "low_rank_argmax": 2,
+        "few_row_linear": 1,
+        "rope_and_write": 1,
+        "expert_products": 2,
+        "expert_choice": 1,
+        "gathered_ffn": 2,
+        "largest": 1,
+    }
     assert auto == {"cuda": 2, "cpu": 0}
     # Each of two layers is seven launches, of which one writes keys and values where they lie.
     assert loop == {"auto": [14, 4], "triton": [14, 4]}

@@ -21,9 +21,22 @@ from specjax.generate import _generate, prepare_call
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
 from specjax.kernels.cases import arguments, run
+from specjax.kernels.expert_products import expert_products
 from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention
 from specjax.kernels.few_row_linear import Normed, few_row_linear
-from specjax.kernels.shapes import SHAPES, AttentionShape, LinearShape, LowRankShape, SelectionShape, Shape
+from specjax.kernels.gated_unit import GatedUnit
+from specjax.kernels.shape_lists import SHAPES
+from specjax.kernels.shapes import (
+    AttentionShape,
+    ChoiceShape,
+    ExpertShape,
+    GatheredShape,
+    LargestShape,
+    LinearShape,
+    LowRankShape,
+    SelectionShape,
+    Shape,
+)
 from specjax.kernels.triton_call import what_is_missing
 from tests.compiled import instructions_in_loops
 
@@ -54,6 +67,11 @@ def check(shape: Shape, dtype: str, arrays: tuple[jax.Array, ...] | None = None)
     elif isinstance(shape, LowRankShape):
         np.testing.assert_allclose(got[1], expected[1], rtol=TOLERANCES["float32"])  # the greatest score; its token may differ at a tie
         assert (np.asarray(got[0]) == np.asarray(expected[0])).mean() > 0.9
+    elif isinstance(shape, ChoiceShape):
+        np.testing.assert_array_equal(got[1], expected[1])
+        np.testing.assert_allclose(got[0], expected[0], rtol=TOLERANCES["float32"])
+    elif isinstance(shape, LargestShape):
+        np.testing.assert_array_equal(got, expected)
     else:
         jax.tree.map(lambda ours, theirs: _check_close(ours, theirs, dtype), got, expected)
 
@@ -178,7 +196,35 @@ def test_no_cache_is_copied_in_a_decode_loop_that_writes_it_by_kernel() -> None:
     assert copies == {"reference": [], "triton": []}
 
 
-def test_the_kernel_is_in_the_compiled_program() -> None:
-    arrays = arguments(SMALL, jnp.bfloat16, jax.random.key(0))
-    text = jax.jit(lambda *arrays: run(SMALL, arrays, "triton")).lower(*arrays).compile().as_text()
-    assert text.count("triton_kernel_call") >= 2  # the parts, and their merge
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", pytest.param("float16", marks=FULL)])
+@pytest.mark.parametrize("rows", [1, 6, 16, 17, 33, 64])
+def test_experts_with_biases_and_skipped_choices_equal_the_reference_on_the_device(rows: int, dtype: str) -> None:
+    shape = ExpertShape(rows=rows, choices=4, experts=9, hidden=200, ffn=328)
+    x, experts, weights, gate_up, down = arguments(shape, jnp.dtype(dtype), jax.random.key(7))
+    experts = jnp.where(jax.random.bernoulli(jax.random.key(8), 0.3, experts.shape), shape.experts, experts)
+    biases = [jax.random.normal(jax.random.key(9), size, jnp.dtype(dtype)) for size in ((9, 2, 328), (9, 200))]
+    for activation in (GatedUnit(), GatedUnit(limit=0.7, alpha=1.702)):
+        options: Any = dict(activation=activation, may_skip=True, gate_up_bias=biases[0], down_bias=biases[1])
+        got, expected = (
+            np.asarray(expert_products(x, experts, weights, gate_up, down, **options, implementation=name), np.float32)
+            for name in ("triton", "reference")
+        )
+        np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", pytest.param("float16", marks=FULL)])
+@pytest.mark.parametrize("rows", [1, 6, 17, 64])
+def test_channels_of_several_groups_equal_the_reference_on_the_device(rows: int, dtype: str) -> None:
+    check(GatheredShape(groups=3, rows=rows, hidden=200, ffn=500, kept=104), dtype)
+
+
+@pytest.mark.parametrize("size", [17, 64, 4097, 16384])
+def test_the_largest_of_several_rows_equal_the_reference_on_the_device(size: int) -> None:
+    check(LargestShape(rows=5, size=size, chosen=size // 3), "bfloat16")  # and so many are equal
+
+
+@pytest.mark.parametrize("shape", [SMALL, ExpertShape(rows=6, choices=2, experts=8, hidden=64, ffn=32)], ids=["attention", "experts"])
+def test_the_kernel_is_in_the_compiled_program(shape: Shape) -> None:
+    arrays = arguments(shape, jnp.bfloat16, jax.random.key(0))
+    text = jax.jit(lambda *arrays: run(shape, arrays, "triton")).lower(*arrays).compile().as_text()
+    assert text.count("triton_kernel_call") >= 2  # the parts and their merge, or gate with up and down

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from specjax.kernels.measured import dispatch, fastest, read_table
-from specjax.kernels.shapes import SHAPES, AttentionShape, LowRankShape, bucket
+from specjax.kernels.shape_lists import SHAPES
+from specjax.kernels.shapes import AttentionShape, LowRankShape, bucket
 
 SHAPE = AttentionShape(batch=1, rows=6, kv_heads=8, group=4, head_dim=128, slots=16384)
 

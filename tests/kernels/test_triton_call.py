@@ -14,7 +14,11 @@ import pytest
 from specjax.kernels.block_selection import block_selection
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
+from specjax.kernels.expert_choice import expert_choice
+from specjax.kernels.expert_products import expert_products
 from specjax.kernels.few_row_linear import few_row_linear
+from specjax.kernels.gated_unit import GatedUnit
+from specjax.kernels.gathered_ffn import gathered_ffn
 from specjax.kernels.low_rank_argmax import low_rank_argmax
 from specjax.kernels.rope_and_write import Heads, rope_and_write
 from specjax.kernels.triton_call import triton_call, what_is_missing
@@ -23,6 +27,7 @@ QUERY, CACHE, LENGTH = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 1, 32, 16)), jnp.ze
 IDS, COUNTS = jnp.zeros((1, 1, 2), jnp.int32), jnp.ones((1, 1), jnp.int32)
 ONE = jnp.ones((1,), jnp.int32)
 HEADS = Heads(qkv=jnp.ones((1, 2, 1, 4, 16)), cos=jnp.ones((1, 2, 8)), sin=jnp.ones((1, 2, 8)))
+EXPERTS = jnp.ones((2, 16, 2, 4)), jnp.ones((2, 4, 16))
 CALLS = {
     "cached_attention": lambda **how: cached_attention(QUERY, CACHE, CACHE, LENGTH, scale=1.0, **how),
     "block_sparse_attention": lambda **how: block_sparse_attention(
@@ -32,6 +37,13 @@ CALLS = {
     "few_row_linear": lambda **how: few_row_linear(QUERY[0, 0], jnp.ones((16, 4)), **how),
     "rope_and_write": lambda **how: rope_and_write(HEADS, CACHE, CACHE, LENGTH, **how),
     "low_rank_argmax": lambda **how: low_rank_argmax(QUERY[0, 0], jnp.ones((4, 16)), jnp.ones((9, 4)), **how),
+    "expert_products": lambda **how: expert_products(
+        QUERY[0, 0], jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)), *EXPERTS, activation=GatedUnit(), **how
+    ),
+    "expert_choice": lambda **how: expert_choice(QUERY[0, 0], choices=2, normalise=True, **how),
+    "gathered_ffn": lambda **how: gathered_ffn(
+        QUERY[0], jnp.ones((2, 2, 8)), jnp.zeros((2, 1), jnp.int32), jnp.ones((8, 16)), jnp.ones((8, 16)), unit=GatedUnit(), **how
+    ),
 }
 
 

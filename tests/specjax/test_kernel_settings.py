@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax import Kernels
+from specjax import Kernels, MoEConfig, SparseFFN, SparsityConfig
 from tests.helpers import random_model, tiny_config
+
+MIXTURE = MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16)
 
 
 def test_one_implementation_is_for_all_operations_that_have_it() -> None:
     assert Kernels.of("auto") == Kernels()
     assert Kernels.of("dense") == Kernels(experts="dense")
     assert Kernels.of("reference").experts == "reference"
-    everything = Kernels(attention="triton", projections="triton", cache_write="triton", draft_head="triton")
+    everything = Kernels(**{field.name: "triton" for field in dataclasses.fields(Kernels)})
     assert Kernels.of("triton") == everything
     some = Kernels(attention="triton@2:64:4:3", projections="reference")
     assert Kernels.of("attention=triton@2:64:4:3+projections=reference") == some
@@ -25,7 +29,10 @@ def test_one_implementation_is_for_all_operations_that_have_it() -> None:
     [
         ("fast", "no operation has the implementation 'fast'"),
         ("attention=fast", r"Kernels.attention must be one of \('auto', 'reference', 'triton'\), got 'fast'"),
-        ("norms=triton", "expected fields of attention, projections, cache_write, experts, draft_head, got 'norms=triton'"),
+        (
+            "norms=triton",
+            "expected fields of attention, .*, expert_choice, experts, channels, draft_head, got 'norms=triton'",
+        ),
     ],
 )
 def test_what_does_not_exist_is_refused(text: str, message: str) -> None:
@@ -33,10 +40,11 @@ def test_what_does_not_exist_is_refused(text: str, message: str) -> None:
         Kernels.of(text)
 
 
-@pytest.mark.parametrize("field", ["attention", "projections", "cache_write"])
+@pytest.mark.parametrize("field", ["attention", "projections", "cache_write", "expert_choice", "experts", "channels"])
 def test_a_forced_kernel_without_a_device_says_what_is_missing_before_anything_runs(field: str) -> None:
-    model, params = random_model(tiny_config(num_layers=1, head_dim=16))
+    model, params = random_model(tiny_config(num_layers=1, head_dim=16, moe=MIXTURE if "expert" in field else None))
     model = model.clone(kernels=Kernels(**{field: "triton"}))
     cache = model.init_cache(batch_size=1, capacity=4)
+    sparsity = SparsityConfig(ffn=SparseFFN(keep=0.4)) if field == "channels" else None
     with pytest.raises(ValueError, match="needs a CUDA device, and JAX computes on 'cpu' here"):
-        jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32), cache))
+        jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32), cache, sparsity=sparsity))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import ModelConfig, MoEConfig, SparsityConfig
+from specjax import Kernels, ModelConfig, MoEConfig, SparsityConfig
 from specjax.models.feed_forward import FeedForward
 from specjax.models.moe import MixtureOfExperts
 from specjax.models.projections import split_gate_up
@@ -217,7 +217,7 @@ def test_channels_of_experts_are_left_out_below_the_threshold(full_grid: bool) -
 
     @functools.partial(jax.jit, static_argnums=1)
     def run_mixture(sparse: SparseMLP | None, implementation: str = "reference") -> Any:
-        return MixtureOfExperts(config, jnp.float32, implementation).apply({"params": mlp}, inputs(), sparse)
+        return MixtureOfExperts(config, jnp.float32, Kernels(experts=implementation)).apply({"params": mlp}, inputs(), sparse)
 
     def mixture(*arguments: Any) -> jax.Array:
         return run_mixture(*arguments)[0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import ModelConfig, MoEConfig
+from specjax import Kernels, ModelConfig, MoEConfig
 from specjax.models.moe import MixtureOfExperts
 from specjax.sparsity.sparse_mlp import SparseMLP
 from specjax.sparsity.sparse_moe import SparseMoE, choose_experts, expert_work, skip_ratios
@@ -41,7 +41,7 @@ def run(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compiled(config: ModelConfig, implementation: str, mlp: dict, x: jax.Array, sparse: SparseMLP | None) -> Any:
-    return MixtureOfExperts(config, jnp.float32, implementation).apply({"params": mlp}, x, sparse)
+    return MixtureOfExperts(config, jnp.float32, Kernels(experts=implementation)).apply({"params": mlp}, x, sparse)
 
 
 compiled_choice = jax.jit(choose_experts, static_argnums=(1, 2))

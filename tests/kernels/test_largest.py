@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.top_k import largest, prefix_sums, radix_largest
+from specjax.kernels.largest import largest
+from specjax.kernels.largest.reference import prefix_sums, radix_largest
+from specjax.kernels.largest.triton_launch import serves
+from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
 V = 140  # three of the blocks in which prefix sums are taken
 
@@ -42,6 +45,26 @@ def test_the_k_largest_are_found(k: int) -> None:
         wanted = expected(values, k)
         np.testing.assert_array_equal(radix(values, k), wanted, err_msg=name)
         np.testing.assert_array_equal(np.sort(chosen(values, k), axis=-1), wanted, err_msg=name)
+
+
+@needs_triton
+def test_the_kernel_finds_what_the_reference_finds() -> None:
+    given = cases()
+    values = np.concatenate(list(given.values()))
+    for k in (1, 33, V - 1):
+        with interpreted():
+            got = largest(jnp.asarray(values).reshape(-1, 1, V), k, implementation="triton")
+            assert launches == ["choose_largest"]
+        np.testing.assert_array_equal(got[:, 0], expected(values, k), err_msg=f"{k=}, of {list(given)}")
+    assert serves((1, 16384))
+    assert not serves((1, 16385))  # the reference's
+
+
+def test_a_forced_kernel_without_a_device_and_an_unknown_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="'triton' needs a CUDA device"):
+        largest(jnp.zeros((1, 9)), 2, implementation="triton")
+    with pytest.raises(ValueError, match="implementation must be one of .*, got 'sort'"):
+        largest(jnp.zeros((1, 9)), 2, implementation="sort")
 
 
 def test_as_a_set_they_are_those_of_jax() -> None:

@@ -16,31 +16,6 @@ _DIGIT_BITS = 4
 _BLOCK = 64
 
 
-def largest(values: jax.Array, k: int) -> jax.Array:
-    """Where the k largest of `values` stand: as a set the columns of `jax.lax.top_k`, but in any order.
-
-    Of equal values those in front are taken. NaN counts as larger than all others, and 0 and -0 are equal.
-
-    Args:
-        values: `[..., V]` float32, V below 2^24.
-        k: Static, from 1 to V.
-
-    Returns:
-        `[..., k]` int32 columns, each once. On a CPU they are in `top_k`'s order, elsewhere ascending.
-
-    Raises:
-        ValueError: Another dtype, or a k outside 1 to V.
-    """
-    if values.dtype != jnp.float32 or values.ndim == 0:
-        raise ValueError(f"values must be float32 [..., V], got {values.dtype} of shape {list(values.shape)}")
-    if not 1 <= k <= values.shape[-1]:
-        raise ValueError(f"k must be from 1 to V = {values.shape[-1]}, got {k}")
-    if k == values.shape[-1]:
-        return jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), values.shape)
-    # A CPU's top_k keeps a heap of k: it reads the numbers once.
-    return jax.lax.platform_dependent(values, cpu=lambda values: _sorted(values, k), default=lambda values: radix_largest(values, k))
-
-
 def radix_largest(values: jax.Array, k: int) -> jax.Array:
     """`largest` by radix selection; columns ascend.
 
@@ -63,6 +38,18 @@ def radix_largest(values: jax.Array, k: int) -> jax.Array:
     return columns.reshape(*values.shape[:-1], k).astype(jnp.int32)
 
 
+def sorted_largest(values: jax.Array, k: int) -> jax.Array:
+    """`largest` by XLA's own top-k, in whose order they come.
+
+    Args:
+        values: `[..., V]` float32.
+        k: Static, from 1 to V.
+    """
+    # top_k tells the signs of NaN and of zero apart.
+    bits = jnp.where(jnp.isnan(values), _bits(jnp.full_like(values, jnp.nan)), _bits(values))
+    return jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1].astype(jnp.int32)
+
+
 def prefix_sums(values: jax.Array) -> jax.Array:
     """`jnp.cumsum(values, axis=-1)` in few passes: on a GPU that one is a pass, or several, for each doubling of the length.
 
@@ -79,12 +66,6 @@ def prefix_sums(values: jax.Array) -> jax.Array:
     totals = inside[..., -1]
     before = prefix_sums(totals) - totals
     return (inside + before[..., None]).reshape(padded.shape)[..., :size]
-
-
-def _sorted(values: jax.Array, k: int) -> jax.Array:
-    # top_k tells the signs of NaN and of zero apart.
-    bits = jnp.where(jnp.isnan(values), _bits(jnp.full_like(values, jnp.nan)), _bits(values))
-    return jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1].astype(jnp.int32)
 
 
 def _ordered_keys(values: jax.Array) -> jax.Array:
