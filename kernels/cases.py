@@ -111,6 +111,6 @@ def takes(shape: Shape, dtype: Any, implementation: str) -> bool:
     except ValueError:
         return False
     if isinstance(shape, LinearShape) and isinstance(tuning, LinearTuning):
-        sizes = dict(num_rows=shape.rows, itemsize=jnp.dtype(dtype).itemsize, gated=shape.gated)
-        return tuning.shared_bytes(**sizes) <= _MAX_SHARED_BYTES and (tuning.tensor_cores == 1 or shape.rows == 1)
+        shared_bytes = tuning.shared_bytes(num_rows=shape.rows, itemsize=jnp.dtype(dtype).itemsize, gated=shape.gated)
+        return shared_bytes <= _MAX_SHARED_BYTES and (tuning.tensor_cores == 1 or shape.rows == 1)
     return True
