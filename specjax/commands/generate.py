@@ -61,7 +61,7 @@ def generate_command(
     agreement: Annotated[float, typer.Option(help="Of a calibration: the least share of tokens on which sparse and dense agree.")] = 0.99,
     lossless: Annotated[
         bool,
-        typer.Option("--lossless", help="Dense passes check what sparse ones commit. Steps are timed first, to choose how often, if at all."),
+        typer.Option("--lossless", help="Dense passes check what sparse ones commit, as often as measured times say, if at all."),
     ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Run to the limit.")] = False,
