@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,103 +13,22 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.acceptance import end_of_text
 from experiments.bootstrap import paired_interval
 from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.experiment import ExperimentError
-from experiments.models import LoadedDrafter, Model
+from experiments.models import Model
+from experiments.sparse_pair import Pair, Text
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.tasks import Example, Task
-from specjax import GenerateConfig, SparsityConfig
+from specjax import SparsityConfig
 from specjax.capacity import bucket
-from specjax.models.kv_cache import KVCache
-from specjax.sparsity.agreement import Agreement, measure_agreement
+from specjax.sparsity.agreement import Agreement
 from specjax.sparsity.calibration import MLPSamples, sample_mlp
 
 # The metric of what really follows a text.
 NATS_PER_TOKEN = "nats_per_token"
-# Columns that a call without a prompt still takes in, and slots beside them.
-PADDING = 64
 # A text of so many tokens settles medians and quantiles to a percent or two.
 _CALIBRATION_ROWS, _CALIBRATION_TOKENS = 16, 512
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
-    """What decodes, and how.
-
-    Attributes:
-        target: With a tokenizer.
-        drafter: `None` decodes plainly.
-        num_speculative_tokens: G.
-        new_tokens: Limit a prompt.
-        batch: Prompts decoded together.
-        repeats: Timed runs a batch.
-        resamples: Of the bootstrap.
-        compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
-        implementation: Of the kernels, for the rows.
-        block_size: Of sparse attention: caches are whole blocks.
-        share_prefill: The prompts' caches are kept, and every setting goes on from them.
-        made: The target's weights in another layout, once they are needed.
-    """
-
-    target: Model
-    drafter: LoadedDrafter | None
-    num_speculative_tokens: int
-    new_tokens: int
-    batch: int
-    repeats: int
-    resamples: int
-    compile_threads: int
-    implementation: str
-    block_size: int = 64
-    share_prefill: bool = True
-    made: dict[str, Model] = dataclasses.field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a verification."""
-        return 1 if self.drafter is None else self.num_speculative_tokens + 1
-
-    def prefilled(self, prompts: Sequence[Sequence[int]], *, width: int, longest: int) -> Prefilled | None:
-        """The prompts taken in once for all settings, with room for what follows them; `None` where that is not wished."""
-        if not self.share_prefill:
-            return None
-        # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
-        step = math.lcm(64, self.block_size)
-        room = longest + 2 * self.num_speculative_tokens + PADDING
-        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + PADDING) // step) * step)
-        drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
-        return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
-
-    def _static(self, sparsity: SparsityConfig) -> GenerateConfig:
-        return GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
-
-    def decoder(self, width: int, sparsity: SparsityConfig = DENSE, *, plain: bool = False, prefilled: Prefilled | None = None) -> Decoder:
-        """Compiles a program."""
-        drafter, static = None if plain else self.drafter, self._static(sparsity)
-        if prefilled is not None:
-            static = dataclasses.replace(static, cache_capacity=prefilled.batches[0].target_cache.capacity)
-        return Decoder(
-            laid_out_for(self.target, sparsity, self.made),
-            None if drafter is None else drafter.drafter,
-            None if drafter is None else drafter.params,
-            config=static,
-            batch=self.batch,
-            width=width,
-            eos_token_ids=end_of_text(self.target),
-            prefilled=prefilled,
-        )
-
-    def agreement(
-        self, sparsity: SparsityConfig, prompt: Sequence[int], answer: Sequence[int], *, longest: int, cache: KVCache | None = None
-    ) -> Agreement:
-        """The sparse target beside the dense one along an answer; those of one bucket of `longest`, in tokens, run one program."""
-        text = [*prompt, *answer]
-        padded = np.zeros((1, bucket(longest)), np.int32)
-        padded[0, : len(text)] = text
-        sizes: dict[str, Any] = dict(num_context=len(prompt), num_rows=self.num_rows, lengths=[len(text)], cache=cache)
-        return measure_agreement(self.target.model, self.target.params, padded, sparsity=sparsity, **sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,12 +75,14 @@ class Comparison:
         for named in settings:
             laid_out_for(pair.target, named.sparsity, pair.made)  # here, not by several threads at once
         prefilled = pair.prefilled(prompts, width=width, longest=longest)
-        cache = None if prefilled is None else prefilled.cache(0)
+        together = pair.batch if task.metrics else 1
+        one = [([0], [0, 0])] * min(together, len(prompts))
+        caches = [] if prefilled is None else [prefilled.cache(0)] * len(one)
         with ThreadPoolExecutor(pair.compile_threads) as pool:
             plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True, prefilled=prefilled)
             decoder = pool.submit(pair.decoder, width, prefilled=prefilled)
             decoders = {named: pool.submit(pair.decoder, width, named.sparsity, prefilled=prefilled) for named in settings}
-            warm = [pool.submit(pair.agreement, named.sparsity, [0], [0, 0], longest=longest, cache=cache) for named in settings]
+            warm = [pool.submit(pair.agreement, named.sparsity, one, longest=longest, caches=caches) for named in settings]
         for done in warm:
             done.result()
         dense = decoder.result()(prompts, repeats=pair.repeats)
@@ -238,16 +158,23 @@ class Comparison:
         }
 
     def _agreements(self, sparsity: SparsityConfig) -> list[Agreement]:
-        """The sparse target beside the dense one, along each example's text: what dense verification wrote, or what really follows."""
-        texts = []
+        """The sparse target beside the dense one, along each example's text: what dense verification wrote, or what really follows.
+
+        One a batch; one an example where that is what is judged.
+        """
+        found: list[tuple[int, Text]] = []
         for index, (prompt, example, answer) in enumerate(zip(self.prompts, self.task.examples, self.dense.tokens, strict=True)):
             answer = follows(example, self.tokenizer) or answer
             if len(answer) >= 2:  # the first comes out of the prefill, which is dense
-                cache = None if self.prefilled is None else self.prefilled.cache(index)
-                texts.append(self.pair.agreement(sparsity, prompt, answer, longest=self.longest, cache=cache))
-        if not texts:
+                found.append((index, (prompt, answer)))
+        if not found:
             raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
-        return texts
+        together, agreements = self.pair.batch if self.task.metrics else 1, []
+        for at in range(0, len(found), together):
+            part = found[at : at + together]
+            caches = [] if self.prefilled is None else [self.prefilled.cache(index) for index, _ in part]
+            agreements.append(self.pair.agreement(sparsity, [text for _, text in part], longest=self.longest, caches=caches))
+        return agreements
 
 
 def follows(example: Example, tokenizer: Any) -> list[int]:

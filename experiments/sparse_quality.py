@@ -27,7 +27,8 @@ from typing import Any
 
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import load_drafter, load_model
-from experiments.sparse_comparison import Comparison, Pair, sample_texts
+from experiments.sparse_comparison import Comparison, sample_texts
+from experiments.sparse_pair import Pair
 from experiments.sparse_settings import SparseWords, check_weights, named_settings
 from experiments.tasks import TaskSource
 from experiments.trade_off import trade_off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -27,6 +28,8 @@ from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.state import FinishReason
 from specjax.statistics import Statistics
 from specjax.streaming import stream_generate
+from specjax.two_level.lossless import Lossless
+from specjax.two_level.measured_costs import measure_costs
 
 PROMPT_LOOKUP = "prompt-lookup"
 NO_DRAFTER = "none"
@@ -56,6 +59,10 @@ def generate_command(
         typer.Option(help="JSON of a SparsityConfig, or a calibration's. Lossy: the target leaves work out, and its text may change."),
     ] = None,
     agreement: Annotated[float, typer.Option(help="Of a calibration: the least share of tokens on which sparse and dense agree.")] = 0.99,
+    lossless: Annotated[
+        bool,
+        typer.Option("--lossless", help="Dense passes check what sparse ones commit, as often as measured times say, if at all."),
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Run to the limit.")] = False,
     allow_different_tokenizer: Annotated[
@@ -68,6 +75,10 @@ def generate_command(
             raise ValueError(f"--dtype must be bfloat16 or float32, got {dtype!r}")
         number = None if dtype is None else jnp.dtype(dtype)
         left_out = SparsityConfig() if sparsity is None else _read_sparsity(sparsity, agreement)
+        if lossless and left_out.is_dense:
+            raise ValueError("--lossless checks sparse passes: give --sparsity FILE too")
+        if lossless:
+            left_out = dataclasses.replace(left_out, refresh_every=0, lossless=_checked(left_out))
         config = GenerateConfig(
             max_new_tokens=max_new_tokens,
             num_speculative_tokens=num_speculative_tokens,
@@ -87,12 +98,15 @@ def generate_command(
             left_out.calibrated_for.check_source(checkpoints[0].metadata)
         chosen, params = _drafter(drafter, checkpoints, allow_different=allow_different_tokenizer)
         tokenizer = checkpoints[0].tokenizer()
+        tokens = _encode(tokenizer, text, raw=raw)
+        if lossless:
+            config = _by_measured_costs(config, checkpoints[0], chosen, params, tokens, SamplingParams(temperature, top_k, top_p), seed)
         updates = stream_generate(
             checkpoints[0].model,
             checkpoints[0].params,
             chosen,
             params,
-            [_encode(tokenizer, text, raw=raw)],
+            [tokens],
             config=config,
             sampling=SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p),
             eos_token_ids=checkpoints[0].eos_token_ids(),
@@ -111,6 +125,24 @@ def _read_sparsity(path: Path, agreement: float) -> SparsityConfig:
     if isinstance(values, dict) and "rows" in values:
         return SparsityConfig.from_calibration(path, agreement=agreement)
     return SparsityConfig.from_json(values)
+
+
+def _checked(left_out: SparsityConfig) -> Lossless:
+    """The file's own settings of two levels or the usual ones, not adapting: that is settled when costs are known."""
+    return dataclasses.replace(left_out.lossless or Lossless(), adapt=False)
+
+
+def _by_measured_costs(
+    config: GenerateConfig, target: Checkpoint, drafter: Drafter | None, params: Any, tokens: list[int], sampling: SamplingParams, seed: int
+) -> GenerateConfig:
+    """Two levels that decide by what steps and checks take behind this prompt, which is printed with the break-even."""
+    typer.echo("timing steps and checks …", err=True)
+    given: dict[str, Any] = dict(sampling=sampling, rng=jax.random.key(seed)) if config.do_sample else {}
+    costs = measure_costs(target.model, target.params, drafter, params, [tokens], config=config, **given)
+    # Nobody knows yet what steps will commit: halfway.
+    likely = 1.0 if drafter is None else 1 + config.num_speculative_tokens / 2
+    typer.echo(costs.describe(tokens_per_step=likely), err=True)
+    return dataclasses.replace(config, sparsity=dataclasses.replace(config.sparsity, lossless=costs.lossless()))
 
 
 def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool) -> tuple[Drafter | None, Any]:
@@ -164,12 +196,15 @@ def _print_stream(updates: Any, tokenizer: Any) -> None:
 def _sparse_line(summary: dict[str, Any]) -> str:
     """What sparse passes kept, and what that saved."""
     names = {"sparse_attention": "of the cache", "sparse_ffn": "of the channels", "sparse_moe": "of the experts"}
+    name = "sparse, checked by dense passes (lossless)" if "two_level" in summary else "sparse (lossy)"
     kept = [f"{summary[key]['keep_ratio']:.3f} {name}" for key, name in names.items() if key in summary]
     total = summary.get("step_work", {}).get("total")
     if total is None:
-        return "sparse (lossy): no pass was made"
+        return f"{name}: no pass was made"
     cost = f"a step moves {total['bytes'] / total['dense_bytes']:.3f} of a dense one's bytes"
-    return f"sparse (lossy): kept {', '.join(kept)}; {cost}, and does {total['flops'] / total['dense_flops']:.3f} of its operations"
+    checks = f"; dense passes kept {summary['two_level']['dense_acceptance_rate']:.3f}" if "two_level" in summary else ""
+    flops = f"does {total['flops'] / total['dense_flops']:.3f} of its operations"
+    return f"{name}: kept {', '.join(kept)}; {cost}, and {flops}{checks}"
 
 
 def _print_statistics(statistics: Statistics) -> None:

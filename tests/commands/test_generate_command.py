@@ -19,6 +19,7 @@ from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.medusa import MedusaConfig
+from specjax.two_level import measured_costs
 from tests.drafters import write_drafter
 from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
@@ -68,6 +69,7 @@ def test_a_sparse_target_says_so_and_with_everything_kept_writes_the_same_text(t
     assert "sparse (lossy): kept 1.000 of the cache; a step moves 1.0" in whole.stderr
     assert "of the channels; a step moves 0." in lossy.stderr
     refused = run(*words, "--sparsity", calibration, "--agreement", 1.1)
+    assert "--lossless checks sparse passes: give --sparsity FILE too" in run(*words, "--lossless").stderr
     assert "none of 1 settings agrees with dense passes on a share of 1.1 of the tokens" in refused.stderr
     file.write_text(json.dumps({"attention": {"rho": 1}}))
     assert "SparseAttention has no field ['rho']" in run(*words, "--sparsity", file).stderr
@@ -84,6 +86,23 @@ def test_sampling_is_repeatable_by_seed(target: Path) -> None:
     one, again, other = run(*words, "--seed", 1), run(*words, "--seed", 1), run(*words, "--seed", 2)
     assert one.exit_code == 0, one.output
     assert one.stdout == again.stdout != other.stdout
+
+
+@pytest.mark.full
+def test_a_sparse_target_that_is_checked_writes_the_dense_text_and_says_when_it_pays(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (target, "abcabc", "--raw", "--ignore-eos", "--max-new-tokens", 12, "--drafter", "none")
+    few = SparsityConfig(attention=SparseAttention(block_size=8, keep=0.0, dense_below=0, head_blocks=1, tail_blocks=0))
+    file = tmp_path / "few.json"
+    file.write_text(json.dumps(few.to_json()))
+    # Times of a few tiny steps are noise.
+    monkeypatch.setattr(measured_costs, "_times", lambda *loops: {"dense": 4.0, "sparse": 1.0, "cycle": 13.0})
+    done = run(*words, "--sparsity", file, "--lossless")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == run(*words).stdout
+    assert "check of up to 8 steps 5 ms (1.25); with 1.00 tokens a step two levels pay where" in done.stderr
+    assert "sparse, checked by dense passes (lossless): kept 0." in done.stderr
 
 
 @pytest.mark.parametrize(

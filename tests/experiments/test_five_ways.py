@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import five_ways
+from experiments import decoded_ways, five_ways
 from experiments.experiment import parse_config
+from experiments.ways import WAYS
 from specjax.two_level.measured_costs import TwoLevelCosts
 
 SMALL = (
@@ -23,10 +24,10 @@ SMALL = (
 def test_five_ways_of_which_the_lossless_ones_give_one_text(target_path, drafter_path, task_data, monkeypatch):
     # Times of a few tiny steps are noise; the costs are what those of a large target may be.
     costs = TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
-    monkeypatch.setattr(five_ways, "measure_costs", lambda *models, **settings: costs)
+    monkeypatch.setattr(decoded_ways, "measure_costs", lambda *models, **settings: costs)
     words = (f"target={target_path}", *SMALL, "attention=0", "repeats=1", f"drafter={drafter_path}", f"data={task_data}", "task=gsm8k")
     rows = list(five_ways.run(parse_config(five_ways.Config, (*words, "max_sparse_steps=2", "adapt=false"))))
-    assert [row["way"] for row in rows] == [way.name for way in five_ways.WAYS]
+    assert [row["way"] for row in rows] == [way.name for way in WAYS]
     assert [row["lossless"] for row in rows] == [True, False, True, False, True]
     assert all(row["same_text"] == 1.0 for row in rows if row["lossless"])
     assert all((row["keep_ratio"] < 1) == ("sparse" in row["way"] or row["way"] == "two levels") for row in rows)

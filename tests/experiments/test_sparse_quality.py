@@ -53,7 +53,7 @@ def test_quality_rows_hold_sparse_against_dense(target_path, task_data):
 
 
 def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, task_data):
-    dense, ffn = run_quality(target_path, task_data, "tasks=gsm8k", "attention=", "ffn=0.34")
+    dense, ffn = run_quality(target_path, task_data, "tasks=gsm8k", "attention=", "ffn=0.34", "batch=2")
     assert (dense["drafter"], dense["mean_acceptance_length_dense"]) == ("none", 1.0)
     assert ffn["keep_ratio"] == pytest.approx(16 / 24)  # a multiple of 8 channels
     assert ffn["kl"] > 0

@@ -1,0 +1,151 @@
+"""The five ways on real prompts: all decode them greedily, and go on from one dense prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.decoding import Decoded, Decoder, Prefilled
+from experiments.models import LoadedDrafter, Model
+from experiments.sparse_comparison import decoding_speed, keep_ratio, ratio
+from experiments.sparse_pair import PADDING
+from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
+from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way
+from specjax import GenerateConfig, Lossless
+from specjax.capacity import bucket
+from specjax.two_level.measured_costs import TwoLevelCosts, measure_costs
+
+if TYPE_CHECKING:
+    from experiments.five_ways import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is decoded, and by whom."""
+
+    config: Config
+    target: Model
+    drafter: LoadedDrafter
+    prompts: list[list[int]]
+    batch: int
+    made: dict[str, Model] = dataclasses.field(default_factory=dict)  # weights in another layout, once they are needed
+
+    def rows(self, settings: list[NamedSparsity]) -> Iterator[dict]:
+        """Way by way."""
+        plain: Decoded | None = None
+        dense: Decoded | None = None
+        prefilled = self.prefilled()
+        for way in WAYS:
+            for named in settings if way.sparse else [None]:
+                costs = self.costs(named) if way.checked and named is not None and self.config.measured_costs else None
+                decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
+                if way == PLAIN:
+                    plain = decoded
+                if way == DENSE_VERIFICATION:
+                    dense = decoded
+                assert plain is not None, "the first way, which the others are held against"
+                yield self.row(way, named, costs, decoded, plain, dense)
+
+    def prefilled(self) -> Prefilled:
+        """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""
+        config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
+        behind = config.new_tokens + config.max_sparse_steps * num_rows + num_rows + PADDING
+        step = math.lcm(64, config.block_size)
+        static = dataclasses.replace(self.static(DENSE), cache_capacity=-(-(width + behind) // step) * step)
+        sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
+        return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
+
+    def costs(self, named: NamedSparsity) -> TwoLevelCosts | None:
+        """Times of steps and checks behind the first prompts.
+
+        `None`, and a line on standard error, where they are lost in noise or the target's window has no room for the loops.
+        """
+        target = laid_out_for(self.target, named.sparsity, self.made)
+        prompts = (self.prompts * self.batch)[: self.batch]
+        try:
+            costs = measure_costs(
+                target.model,
+                target.params,
+                self.drafter.drafter,
+                self.drafter.params,
+                prompts,
+                config=self.static(dataclasses.replace(named.sparsity, lossless=Lossless(max_steps=self.config.max_sparse_steps))),
+                repeats=self.config.repeats,
+            )
+        except ValueError as error:
+            print(f"{named.name}: two levels decide by bytes, their costs are not known: {error}", file=sys.stderr)
+            return None
+        print(f"{named.name}: {costs.describe(tokens_per_step=self.config.mean_acceptance_length)}", file=sys.stderr)
+        return costs
+
+    def static(self, sparsity: Any) -> GenerateConfig:
+        """A way's static choices."""
+        sizes: dict[str, Any] = dict(max_new_tokens=self.config.new_tokens, num_speculative_tokens=self.config.num_speculative_tokens)
+        return GenerateConfig(**sizes, sparsity=sparsity)
+
+    def decoder(self, way: Way, named: NamedSparsity | None, costs: TwoLevelCosts | None, prefilled: Prefilled) -> Decoder:
+        """Compiles one way."""
+        config = self.config
+        sparsity = DENSE if named is None else named.sparsity
+        if way.checked:
+            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt)
+            sparsity = dataclasses.replace(sparsity, lossless=lossless if costs is None else costs.lossless(adapt=config.adapt))
+        drafter, params = (self.drafter.drafter, self.drafter.params) if way.drafts else (None, None)
+        width = bucket(max(map(len, self.prompts)))
+        # No EOS: every way writes as much, and so over contexts as long.
+        target = laid_out_for(self.target, sparsity, self.made)
+        static = dataclasses.replace(self.static(sparsity), cache_capacity=prefilled.batches[0].target_cache.capacity)
+        sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
+        return Decoder(target, drafter, params, eos_token_ids=(), prefilled=prefilled, **sizes)
+
+    def row(
+        self,
+        way: Way,
+        named: NamedSparsity | None,
+        costs: TwoLevelCosts | None,
+        decoded: Decoded,
+        plain: Decoded,
+        dense: Decoded | None,
+    ) -> dict[str, Any]:
+        """What one way came to."""
+        counts = decoded.statistics.summary()
+        levels: dict[str, Any] = counts.get("two_level", {})
+        speed, plain_speed = (decoding_speed(found, 0.0) for found in (decoded, plain))
+        dense_speed = None if dense is None else decoding_speed(dense, 0.0)
+        same = [ours == theirs for ours, theirs in zip(decoded.tokens, plain.tokens, strict=True)]
+        least = levels.get("break_even_dense_acceptance")
+        if costs is not None:
+            least = costs.break_even(tokens_per_step=counts["mean_acceptance_length"])
+        cycles = levels.get("dense_passes", 0) + levels.get("dense_steps", 0)
+        return {
+            "target": self.target.name,
+            "drafter": self.drafter.name if way.drafts else "none",
+            "weights": self.target.weights,
+            "implementation": self.config.implementation,
+            "synthetic": False,
+            "way": way.name,
+            "lossless": way.lossless,
+            "method": "" if named is None else named.name,
+            "context": float(np.mean([len(prompt) for prompt in self.prompts])) + self.config.new_tokens,
+            "batch": self.batch,
+            "prompts": len(self.prompts),
+            "new_tokens": self.config.new_tokens,
+            "mean_acceptance_length": counts["mean_acceptance_length"],
+            "keep_ratio": keep_ratio(counts),
+            "dense_acceptance_rate": levels.get("dense_acceptance_rate"),
+            "break_even_dense_acceptance": least,
+            "step_cost": levels.get("step_cost") if costs is None else costs.step_cost,
+            "check_cost": None if costs is None else costs.check_cost,
+            "steps_between_dense": levels["sparse_steps"] / levels["dense_passes"] if levels.get("dense_passes") else None,
+            "dense_step_share": levels["dense_steps"] / cycles if cycles else None,
+            "same_text": float(np.mean(same)),
+            "tokens_per_s": speed,
+            "ms_per_token": None if speed is None else 1e3 / speed,
+            "speedup_over_autoregressive": ratio(speed, plain_speed),
+            "speedup_over_dense_verification": ratio(speed, dense_speed),
+        }

@@ -1,0 +1,120 @@
+"""A target and its drafter under settings of sparse verification: programs that decode, and agreement along texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.acceptance import end_of_text
+from experiments.decoding import Decoder, Prefilled
+from experiments.models import LoadedDrafter, Model
+from experiments.sparse_settings import DENSE, laid_out_for
+from specjax import GenerateConfig, SparsityConfig
+from specjax.capacity import bucket
+from specjax.models.kv_cache import KVCache
+from specjax.sparsity.agreement import Agreement, measure_agreement
+
+# Columns that a call without a prompt still takes in, and slots beside them.
+PADDING = 64
+# A prompt and what follows it.
+Text = tuple[Sequence[int], Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What decodes, and how.
+
+    Attributes:
+        target: With a tokenizer.
+        drafter: `None` decodes plainly.
+        num_speculative_tokens: G.
+        new_tokens: Limit a prompt.
+        batch: Prompts decoded together.
+        repeats: Timed runs a batch.
+        resamples: Of the bootstrap.
+        compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
+        implementation: Of the kernels, for the rows.
+        block_size: Of sparse attention: caches are whole blocks.
+        share_prefill: The prompts' caches are kept, and every setting goes on from them.
+        made: The target's weights in another layout, once they are needed.
+    """
+
+    target: Model
+    drafter: LoadedDrafter | None
+    num_speculative_tokens: int
+    new_tokens: int
+    batch: int
+    repeats: int
+    resamples: int
+    compile_threads: int
+    implementation: str
+    block_size: int = 64
+    share_prefill: bool = True
+    made: dict[str, Model] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a verification."""
+        return 1 if self.drafter is None else self.num_speculative_tokens + 1
+
+    def prefilled(self, prompts: Sequence[Sequence[int]], *, width: int, longest: int) -> Prefilled | None:
+        """The prompts taken in once for all settings, with room for what follows them; `None` where that is not wished."""
+        if not self.share_prefill:
+            return None
+        # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
+        step = math.lcm(64, self.block_size)
+        room = longest + 2 * self.num_speculative_tokens + PADDING
+        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + PADDING) // step) * step)
+        drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
+        return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
+
+    def _static(self, sparsity: SparsityConfig) -> GenerateConfig:
+        return GenerateConfig(max_new_tokens=self.new_tokens, num_speculative_tokens=self.num_speculative_tokens, sparsity=sparsity)
+
+    def decoder(self, width: int, sparsity: SparsityConfig = DENSE, *, plain: bool = False, prefilled: Prefilled | None = None) -> Decoder:
+        """Compiles a program."""
+        drafter, static = None if plain else self.drafter, self._static(sparsity)
+        if prefilled is not None:
+            static = dataclasses.replace(static, cache_capacity=prefilled.batches[0].target_cache.capacity)
+        return Decoder(
+            laid_out_for(self.target, sparsity, self.made),
+            None if drafter is None else drafter.drafter,
+            None if drafter is None else drafter.params,
+            config=static,
+            batch=self.batch,
+            width=width,
+            eos_token_ids=end_of_text(self.target),
+            prefilled=prefilled,
+        )
+
+    def agreement(
+        self,
+        sparsity: SparsityConfig,
+        texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        longest: int,
+        caches: Sequence[KVCache] = (),
+    ) -> Agreement:
+        """The sparse target beside the dense one along answers.
+
+        Args:
+            sparsity: What is left out.
+            texts: Prompts and answers, together; as many of one bucket of `longest`, in tokens, run one program.
+            longest: Tokens of the longest text there is.
+            caches: That took the prompts in; none, where that is to be done here.
+        """
+        padded = np.zeros((len(texts), bucket(longest)), np.int32)
+        for row, (prompt, answer) in enumerate(texts):
+            padded[row, : len(prompt) + len(answer)] = [*prompt, *answer]
+        cache = None
+        if caches:  # a copy of one is not needed
+            cache = caches[0] if len(caches) == 1 else jax.tree.map(lambda *rows: jnp.concatenate(rows), *caches)
+        starts, lengths = ([len(prompt) for prompt, _ in texts], [len(prompt) + len(answer) for prompt, answer in texts])
+        sizes: dict[str, Any] = dict(num_context=starts, num_rows=self.num_rows, lengths=lengths, cache=cache)
+        return measure_agreement(self.target.model, self.target.params, padded, sparsity=sparsity, **sizes)
