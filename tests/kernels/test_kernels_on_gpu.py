@@ -212,6 +212,14 @@ def test_experts_with_biases_and_skipped_choices_equal_the_reference_on_the_devi
         np.testing.assert_allclose(got, expected, atol=TOLERANCES[dtype] * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("cut", ["32:64:64:4:2", "16:32:128:2:4", "64:128:64:8:3"])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_any_cut_of_a_mixture_gives_the_same_on_the_device(rows: int, cut: str) -> None:
+    shape = ExpertShape(rows=rows, choices=4, experts=9, hidden=200, ffn=328)
+    arrays = arguments(shape, jnp.bfloat16, jax.random.key(10))
+    _check_close(run(shape, arrays, f"triton@{cut}"), run(shape, arrays, "reference"), "bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", pytest.param("float16", marks=FULL)])
 @pytest.mark.parametrize("rows", [1, 6, 17, 64])
 def test_channels_of_several_groups_equal_the_reference_on_the_device(rows: int, dtype: str) -> None:

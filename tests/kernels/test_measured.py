@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.kernels.cases import takes
 from specjax.kernels.measured import dispatch, fastest, read_table
 from specjax.kernels.shape_lists import SHAPES
-from specjax.kernels.shapes import AttentionShape, LowRankShape, bucket
+from specjax.kernels.shapes import AttentionShape, ExpertShape, LinearShape, LowRankShape, bucket
 
 SHAPE = AttentionShape(batch=1, rows=6, kv_heads=8, group=4, head_dim=128, slots=16384)
 
@@ -97,6 +98,18 @@ def test_what_was_asked_for_runs_and_has_the_references_derivative(implementatio
 
 def test_the_shapes_that_are_measured_do_not_stand_for_one_another() -> None:
     assert len({(shape.op, bucket(shape)) for shape in SHAPES}) == len(SHAPES)
+
+
+def test_a_cut_is_for_the_operation_whose_numbers_it_has_and_for_rows_beside_which_its_tiles_fit() -> None:
+    linear, experts = LinearShape(rows=6, inner=64, columns=64), ExpertShape(rows=6, choices=2, experts=4, hidden=64, ffn=64)
+    cuts = {SHAPE: "triton@2:64:4:3", linear: "triton@64:32:4:5:1:1", experts: "triton@32:64:64:4:4"}
+    for shape in cuts:
+        assert [takes(shape, jnp.bfloat16, cut) for cut in cuts.values()] == [cut == cuts[shape] for cut in cuts.values()]
+        assert takes(shape, jnp.bfloat16, "triton")
+    wide = "triton@64:128:256:4:3"
+    assert takes(experts, jnp.bfloat16, wide)
+    assert not takes(dataclasses.replace(experts, rows=64), jnp.bfloat16, wide)
+    assert not takes(experts, jnp.float32, wide)
 
 
 def test_bytes_that_must_move_are_those_of_the_arrays() -> None:

@@ -20,6 +20,7 @@ from specjax import (
     MoEConfig,
     PromptLookup,
     SparseAttention,
+    SparseFFN,
     SparsityConfig,
     Transformer,
     eagle3_params,
@@ -27,6 +28,7 @@ from specjax import (
 )
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
+from specjax.models.projections import split_gate_up
 from specjax.models.sparse_attention import prepare_cache
 from tests.helpers import FLOAT32_TOLERANCE, random_model, tiny_config
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
@@ -115,6 +117,20 @@ def test_every_family_equals_the_reference_with_what_kernels_fit_it(changes: dic
             found[name] = jax.block_until_ready(one_pass(one, params, tokens, one.init_cache(batch_size=2, capacity=8), None).hidden)
             assert ("rotate_and_write" in launches) == (fits and name == "triton")
             assert ("multiply_strip" in launches) == (name == "triton")
+    np.testing.assert_allclose(found["triton"], found["reference"], atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
+
+
+@needs_triton
+@pytest.mark.full
+def test_a_sparse_network_of_split_weights_equals_the_reference() -> None:
+    model, params = random_model(tiny_config(head_dim=16))
+    sparsity, tokens, found = SparsityConfig(ffn=SparseFFN(keep=0.4)), np.random.default_rng(0).integers(0, 64, (1, 5)), {}
+    for name in ("triton", "reference"):
+        with interpreted():
+            one = dataclasses.replace(model, kernels=Kernels(channels=name))
+            cache = one.init_cache(batch_size=1, capacity=8)
+            found[name] = jax.block_until_ready(one_pass(one, split_gate_up(params), tokens, cache, sparsity).hidden)
+            assert launches == (["choose_largest", "chosen_up", "chosen_down"] * 2 if name == "triton" else [])  # a layer each
     np.testing.assert_allclose(found["triton"], found["reference"], atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
 
 
