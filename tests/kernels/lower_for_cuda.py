@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from specjax import GenerateConfig, Kernels, ModelConfig, PromptLookup, Transformer
+from specjax import GenerateConfig, Kernels, ModelConfig, MoEConfig, PromptLookup, Transformer
 from specjax.generate import _generate, prepare_call
 from specjax.kernels import measured
 from specjax.kernels.cases import arguments, run
@@ -36,14 +36,16 @@ def main() -> None:
         found: dict[str, Any] = {op: _num_calls(shape, "triton", "cuda") for op, shape in first.items()}
         with mock.patch.object(measured, "fastest", return_value="triton"):
             found["loop"] = {name: _decode_loop(name) for name in ("auto", "triton")}
+            mixture = MoEConfig(num_experts=8, num_experts_per_token=2, intermediate_size=128)
+            found["mixture"] = {name: _decode_loop(name, moe=mixture) for name in ("auto", "triton")}
             found["auto"] = {platform: _num_calls(first["cached_attention"], "auto", platform) for platform in ("cuda", "cpu")}
     print(json.dumps(found))
 
 
-def _decode_loop(name: str) -> list[int]:
-    """Calls and aliased results in a whole generation, whose prefill has too many rows for a kernel."""
+def _decode_loop(name: str, **changes: Any) -> list[int]:
+    """Calls and aliased results in a whole generation, whose prefill has too many rows for all but the choice of experts."""
     sizes: dict[str, Any] = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_layers=2, max_position_embeddings=512)
-    model = Transformer(ModelConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=64), kernels=Kernels.of(name))
+    model = Transformer(ModelConfig(**sizes, **changes, num_heads=4, num_kv_heads=2, head_dim=64), kernels=Kernels.of(name))
     params = jax.eval_shape(model.clone(kernels=Kernels.of("reference")).init_params, jax.random.key(0))
     settings = GenerateConfig(max_new_tokens=8, num_speculative_tokens=3, cache_capacity=256)
     request, static = prepare_call(model, PromptLookup(), None, [[1] * 100], config=settings)

@@ -68,7 +68,7 @@ def test_jax_triton_lowers_every_kernel_for_cuda_and_auto_for_either_platform() 
     if subprocess.run([sys.executable, "-c", "import jax_triton"], capture_output=True, check=False).returncode:
         pytest.skip("jax-triton needs JAX's CUDA plugin: pip install 'specjax[gpu]'")
     found = run_program("tests/kernels/lower_for_cuda.py")
-    auto, loop = found.pop("auto"), found.pop("loop")
+    auto, loop, mixture = (found.pop(name) for name in ("auto", "loop", "mixture"))
     assert found == {
         "cached_attention": 2,
         "block_sparse_attention": 2,
@@ -84,3 +84,5 @@ def test_jax_triton_lowers_every_kernel_for_cuda_and_auto_for_either_platform() 
     assert auto == {"cuda": 2, "cpu": 0}
     # Each of two layers is seven launches, of which one writes keys and values where they lie.
     assert loop == {"auto": [14, 4], "triton": [14, 4]}
+    # With experts eight; their choice is a launch of the prefill too, whatever its rows.
+    assert mixture == {"auto": [18, 4], "triton": [18, 4]}
