@@ -24,15 +24,15 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from experiments.executions import executions_row
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.latency_pair import Pair
 from experiments.mid_decode import Middle, decoding_loop, drafting_loop
 from experiments.models import Model, load_model
 from experiments.presets import kv_bytes, weight_bytes_per_pass
-from experiments.timing import Loop, LoopTiming, copy_bandwidth, count_executions, time_loops
-from specjax import GenerateConfig, NoDraft, PromptLookup, speculative_generate
+from experiments.timing import Loop, LoopTiming, copy_bandwidth, time_loops
+from specjax import NoDraft
 from specjax.drafting.drafter import Drafter
 from specjax.models.kv_cache import KVCache
 
@@ -181,7 +181,8 @@ def run(config: Config) -> Iterator[dict]:
             for case in alone:
                 yield from decode_rows(case)
         if "executions" in config.modes:
-            yield executions_row(alone[0])
+            sizes = dict(batch=alone[0].batch, num_speculative_tokens=config.num_speculative_tokens)
+            yield executions_row(alone[0].target, **sizes, implementation=config.implementation)
         case = alone = None  # the pair needs the memory
     if "speculative_step" in config.modes:
         pairs = cases(config.pair_target, "speculative_step")
@@ -280,25 +281,3 @@ def speculative_row(case: Case, pair: Pair) -> dict:
     if "bodies" in times:
         row |= times["bodies"].as_row("bodies_") | {"heads_ms": propose.median_ms - times["bodies"].median_ms}
     return row
-
-
-def executions_row(case: Case) -> dict:
-    """Counts what runs in one call whose limit fills its bucket."""
-    target = case.target
-    static = GenerateConfig(max_new_tokens=16, num_speculative_tokens=case.config.num_speculative_tokens)
-
-    def call():
-        prompt = np.ones((case.batch, 16), np.int32)
-        return speculative_generate(target.model, target.params, PromptLookup(), None, prompt, config=static, ignore_eos=True)
-
-    output = jax.block_until_ready(call())
-    return {
-        "mode": "executions",
-        "model": target.name,
-        "weights": target.weights,
-        "implementation": case.config.implementation,
-        "synthetic": False,
-        "batch": case.batch,
-        "steps": int(output.statistics.num_steps),
-        "executions": count_executions(call),
-    }
