@@ -37,10 +37,10 @@ from specjax.checkpoints.kinds import config_to_dict
 from specjax.checkpoints.manifest import read_manifest
 from specjax.checkpoints.source import check_source
 from specjax.checkpoints.store import load_checkpoint
-from specjax.config import ModelConfig, RopeConfig
 from specjax.drafting.draft_model_network import DraftModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
+from specjax.model_config import ModelConfig, RopeConfig
 
 _CONFIG, _TRAINING = "config.json", "training.json"
 

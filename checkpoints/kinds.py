@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from specjax.config import ModelConfig
 from specjax.drafting.draft_model_network import DraftModelConfig, DraftModelNetwork
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
+from specjax.model_config import ModelConfig
 from specjax.models.transformer import Transformer
 
 # Name in the manifest → configuration and module.

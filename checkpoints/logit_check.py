@@ -14,7 +14,7 @@ import numpy as np
 
 from specjax.checkpoints.source import WeightSource
 from specjax.checkpoints.store import load_checkpoint
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 # Share of the largest logit. Two float32 implementations differ by about 1e-5 of it; a wrong layout, frequency or missing bias by about 1.
 TOLERANCE = 1e-3

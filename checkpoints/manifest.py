@@ -10,7 +10,7 @@ from typing import Any
 from specjax.atomic import replaced_folder
 from specjax.checkpoints.kinds import config_from_dict, config_to_dict
 from specjax.checkpoints.source import STORED_DTYPES
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 FORMAT_VERSION = 3
 MANIFEST = "specjax.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,21 @@ def dispatch(
 
 
 def with_derivative_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
-    """`fast`, which has no derivative of its own, with that of `reference`."""
-    function = jax.custom_vjp(fast)
-    function.defvjp(lambda *arrays: (fast(*arrays), arrays), lambda arrays, cotangent: jax.vjp(reference, *arrays)[1](cotangent))
+    """`fast`, which has no derivative of its own, with that of `reference`; under `vmap` too, see `with_batches_of`."""
+    batched = with_batches_of(reference, fast)
+    function = jax.custom_vjp(batched)
+    function.defvjp(lambda *arrays: (batched(*arrays), arrays), lambda arrays, cotangent: jax.vjp(reference, *arrays)[1](cotangent))
+    return function
+
+
+def with_batches_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
+    """`fast`, which `jax.vmap` knows nothing of; where it maps, `reference` runs."""
+    function = jax.custom_batching.custom_vmap(fast)
+
+    @function.def_vmap
+    def mapped(axis_size: int, is_mapped: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda flag: 0 if flag else None, tuple(is_mapped))
+        out = jax.vmap(reference, in_axes=axes, axis_size=axis_size)(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
     return function

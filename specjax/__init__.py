@@ -1,6 +1,5 @@
 """Speculative decoding in JAX: draft, verify, commit, in one jitted loop."""
 
-from specjax.config import GenerateConfig, ModelConfig, MoEConfig, RopeConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.eagle3_drafter import Eagle3Drafter, eagle3_params
 from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
@@ -9,7 +8,9 @@ from specjax.drafting.medusa_drafter import MedusaDrafter, medusa_params
 from specjax.drafting.nothing import NoDraft
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import generate, speculative_generate
+from specjax.generate_config import GenerateConfig
 from specjax.kernel_settings import Kernels
+from specjax.model_config import ModelConfig, MoEConfig, RopeConfig
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.requests import left_align

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.config import GenerateConfig
+from specjax.generate_config import GenerateConfig
 from specjax.sparsity.sparsity_config import SparsityConfig
 
 # Capacities are rounded up to a multiple of this.

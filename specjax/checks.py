@@ -27,3 +27,9 @@ def require_positive(**values: float) -> None:
     """Refuses what is not a positive finite number."""
     for name, value in values.items():
         require(value > 0 and math.isfinite(value), f"{name} must be a positive finite number, got {value!r}")
+
+
+def require_positive_ints(owner: object, *names: str) -> None:
+    """Refuses an object whose fields of these names are not positive ints."""
+    for name in names:
+        require_size(f"{type(owner).__name__}.{name}", getattr(owner, name))

@@ -17,8 +17,8 @@ from jax import lax
 from jax.core import Tracer
 
 from specjax.committing import commit_tokens
-from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
 from specjax.refresh import counted_step, take_step

@@ -14,8 +14,8 @@ from jax import lax
 
 from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
-from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.generate_config import GenerateConfig
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer

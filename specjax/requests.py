@@ -16,7 +16,8 @@ import numpy as np
 from jax.core import Tracer
 
 from specjax.capacity import bucket, choose_capacity, slots_needed
-from specjax.config import GenerateConfig, ModelConfig
+from specjax.generate_config import GenerateConfig
+from specjax.model_config import ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Continuation, Stopping
 

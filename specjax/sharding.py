@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specjax.config import ModelConfig
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
+from specjax.model_config import ModelConfig
 
 # Which axis of each parameter is split over the model-parallel mesh axis. Per layer, one all-reduce after `output` and one after `down`.
 _MODEL_AXIS = {

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.generate import decode_step, finish, is_running, prepare_call, trim
+from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
 from specjax.state import DecodeState, FinishReason, GenerateOutput

@@ -144,7 +144,7 @@ def test_imports_go_one_way(module: str) -> None:
         ("specjax.verification.verify", "from ..drafting import heads"),
         ("specjax.generate", "from specjax import checkpoints"),
         ("specjax.generate", "def f():\n    import specjax.commands.main"),
-        ("specjax.kernels.cached_attention", "from specjax.config import ModelConfig"),
+        ("specjax.kernels.cached_attention", "from specjax.model_config import ModelConfig"),
         ("specjax.kernels.cached_attention", "import flax.linen as nn"),
         ("specjax.checkpoints.convert", "from specjax.commands import main"),
         ("specjax.commands.main", "from experiments import run"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from specjax.checkpoints.formats import gguf_file, hugging_face
 from specjax.checkpoints.formats.drafters import open_drafter
 from specjax.checkpoints.source import WeightSource
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 
 def open_any_source(

@@ -10,7 +10,7 @@ from specjax.checkpoints.formats import eagle3_format, hydra_format, medusa_form
 from specjax.checkpoints.formats.fields import read_json
 from specjax.checkpoints.formats.tensor_files import open_file, open_weight_files
 from specjax.checkpoints.source import WeightSource
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 _ALGORITHMS = ("eagle3", "medusa")
 

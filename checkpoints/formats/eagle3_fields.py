@@ -12,9 +12,9 @@ from typing import Any
 
 from specjax.checkpoints.formats.fields import flag, needed_size, optional_list, optional_number, optional_object, optional_size
 from specjax.checkpoints.formats.rope_settings import rope_config, usable_window
-from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, TrimmedHead
+from specjax.model_config import ModelConfig
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _FLAGS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")

@@ -19,9 +19,9 @@ from specjax.checkpoints.formats.fields import optional_list
 from specjax.checkpoints.formats.parameters import gate_up, grouped_qkv, plain, stacked, transposed
 from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import INTEGER, Parameter, Read, StoredTensor, WeightSource
-from specjax.config import ModelConfig
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import LowRankHead, TrimmedHead
+from specjax.model_config import ModelConfig
 
 OFFICIAL_FIRST_LAYER = "midlayer"
 _FIRST_LAYERS = (OFFICIAL_FIRST_LAYER, "layers.0")

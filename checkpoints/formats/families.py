@@ -20,7 +20,7 @@ from specjax.checkpoints.formats.fields import (
     optional_size,
 )
 from specjax.checkpoints.formats.rope_settings import rope_config, usable_window
-from specjax.config import ModelConfig, MoEConfig
+from specjax.model_config import ModelConfig, MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)

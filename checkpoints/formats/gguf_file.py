@@ -18,7 +18,7 @@ import numpy as np
 from specjax.checkpoints.formats.gguf_tokenizer import check_tokenizer, write_tokenizer
 from specjax.checkpoints.formats.transformer_weights import transformer_table
 from specjax.checkpoints.source import StoredTensor, WeightSource
-from specjax.config import ModelConfig, RopeConfig
+from specjax.model_config import ModelConfig, RopeConfig
 from specjax.models.rope import inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

@@ -16,7 +16,7 @@ from specjax.checkpoints.formats.parameters import row_chunks
 from specjax.checkpoints.formats.tensor_files import INDEX, needed_weight_files
 from specjax.checkpoints.formats.transformer_weights import transformer_table
 from specjax.checkpoints.source import StoredTensor, WeightSource
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -13,9 +13,9 @@ from specjax.checkpoints.formats.medusa_format import check_target
 from specjax.checkpoints.formats.parameters import plain, transposed
 from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import Parameter, WeightSource
-from specjax.config import ModelConfig
 from specjax.drafting.heads import FullHead
 from specjax.drafting.hydra import HydraConfig
+from specjax.model_config import ModelConfig
 
 FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 

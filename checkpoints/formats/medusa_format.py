@@ -16,9 +16,9 @@ from specjax.checkpoints.formats.fields import needed_size
 from specjax.checkpoints.formats.parameters import plain, transposed
 from specjax.checkpoints.formats.tensor_files import TensorFiles
 from specjax.checkpoints.source import Parameter, StoredTensor, WeightSource
-from specjax.config import ModelConfig
 from specjax.drafting.heads import FullHead
 from specjax.drafting.medusa import MedusaConfig
+from specjax.model_config import ModelConfig
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 

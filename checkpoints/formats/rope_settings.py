@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.checkpoints.formats.fields import flag, needed, needed_number, optional_list, optional_number, optional_object
-from specjax.config import ROPE_TYPES, RopeConfig
+from specjax.model_config import ROPE_TYPES, RopeConfig
 
 # An old name, written by Phi-3 and those who followed.
 _SYNONYMS = {"su": "longrope"}

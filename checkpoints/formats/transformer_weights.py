@@ -7,7 +7,7 @@ import numpy as np
 from specjax.checkpoints.formats.mxfp4 import BLOCK_SIZE, PACKED_BYTES, dequantise
 from specjax.checkpoints.formats.parameters import gate_up, grouped_qkv, plain, row_chunks, stacked, transposed
 from specjax.checkpoints.source import Parameter, Read
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 EXPERT_LAYOUTS = ("separate", "mixtral", "fused", "gpt_oss", "gpt_oss_mxfp4")
 

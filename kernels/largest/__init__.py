@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.kernels.largest.reference import radix_largest, sorted_largest
 from specjax.kernels.largest.triton_launch import largest_triton, serves
-from specjax.kernels.measured import check_implementation, kernel_choice
+from specjax.kernels.measured import check_implementation, kernel_choice, with_batches_of
 from specjax.kernels.shapes import LargestShape
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
@@ -40,14 +40,15 @@ def largest(values: jax.Array, k: int, *, implementation: str = "auto") -> jax.A
         raise ValueError(f"k must be from 1 to V = {values.shape[-1]}, got {k}")
     if k == values.shape[-1]:
         return jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), values.shape)
-    if implementation == "triton" and serves(values.shape):
-        return largest_triton(values, k)
     reference = functools.partial(radix_largest, k=k)
+    kernel = with_batches_of(reference, functools.partial(largest_triton, k=k))
+    if implementation == "triton" and serves(values.shape):
+        return kernel(values)
     if implementation != "auto":
         return reference(values)
     # A CPU's top_k keeps a heap of k: it reads the numbers once.
     branches = {"cpu": functools.partial(sorted_largest, k=k), "default": reference}
     shape = LargestShape(rows=math.prod(values.shape[:-1]), size=values.shape[-1], chosen=k)
     if serves(values.shape) and kernel_choice("auto", shape, values.dtype)[0]:
-        branches["cuda"] = functools.partial(largest_triton, k=k)
+        branches["cuda"] = kernel
     return jax.lax.platform_dependent(values, **branches)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from specjax.checkpoints.kinds import kind_of
 from specjax.checkpoints.store import Checkpoint, abstract_checkpoint
 from specjax.checkpoints.tokenizer_check import check_same_tokenizer
-from specjax.config import ModelConfig
 from specjax.drafting.draft_model_network import DraftModelConfig, DraftModelNetwork
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import DraftHead, FullHead, ScreenedHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
+from specjax.model_config import ModelConfig
 from specjax.models.transformer import Transformer
 from specjax.training.hidden_covariance import draft_state_covariance
 from specjax.training.new_drafters import HeadStart

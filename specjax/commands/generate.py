@@ -20,9 +20,9 @@ from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
 from specjax.commands.memory_plan import plan_memory
-from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.prompt_lookup import PromptLookup
+from specjax.generate_config import GenerateConfig
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.state import FinishReason

@@ -25,12 +25,12 @@ from specjax.commands.finished_drafter import (
 )
 from specjax.commands.token_data import origin, tokenizer_and_ends
 from specjax.commands.training_memory import plan_training, warn_of_float32
-from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import DraftHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.heads.from_full_head import frequent_tokens
 from specjax.drafting.heads.named_head import named_head
 from specjax.drafting.medusa import Medusa
+from specjax.model_config import ModelConfig
 from specjax.training.data import DataConfig, TokenBatches
 from specjax.training.evaluate import Evaluation
 from specjax.training.hidden_covariance import hidden_covariance

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.heads import DraftHead, FullHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
 from specjax.drafting.pick import draft_of, pick
+from specjax.model_config import ModelConfig
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 from specjax.sampling import SamplingParams, split_row_keys

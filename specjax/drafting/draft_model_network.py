@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.heads import DraftHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, require_head
 from specjax.kernel_settings import Kernels
+from specjax.model_config import ModelConfig
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Commit, Context, Draft, PrefillChunk
 

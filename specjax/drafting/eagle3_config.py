@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 
 from specjax.checks import is_int, require
-from specjax.config import ModelConfig
 from specjax.drafting.heads import DraftHead, FullHead
 from specjax.drafting.heads.draft_head import require_head
+from specjax.model_config import ModelConfig
 
 _DEFAULT_NUM_FEATURES = 3
 

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
 from specjax.drafting.network_params import NETWORK, TARGET_EMBEDDING, TARGET_HEAD, check_target_arrays, with_target_arrays
 from specjax.drafting.pick import draft_of, pick
+from specjax.model_config import ModelConfig
 from specjax.models.kv_cache import KVCache
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Commit, Context, Draft, PrefillChunk

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
 from specjax.drafting.network_params import NETWORK, TARGET_HEAD, TARGET_NORM, check_target_arrays
+from specjax.model_config import ModelConfig
 from specjax.models.layers import RMSNorm
 from specjax.state import Commit, Context, Draft, PrefillChunk
 

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.hidden_state_drafter import HiddenState, HiddenStateDrafter, padded_draft
 from specjax.drafting.hydra import Hydra
 from specjax.drafting.network_params import NETWORK, TARGET_EMBEDDING, TARGET_HEAD, TARGET_NORM, with_target_arrays
 from specjax.drafting.pick import draft_of, pick
+from specjax.model_config import ModelConfig
 from specjax.sampling import SamplingParams, split_row_keys
 from specjax.state import Context, Draft
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 
 NETWORK = "network"
 # The target's arrays: its embedding `[V,D]`, its LM head `[V,D]`, the scale of its final norm `[D]`.

@@ -9,11 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.kernel_settings import Kernels
 from specjax.kernels.cached_attention import cached_attention
 from specjax.kernels.few_row_linear import Normed, few_row_linear
 from specjax.kernels.rope_and_write import Heads, rope_and_write
+from specjax.model_config import ModelConfig
 from specjax.models.kv_cache import KVCache, LayerCache
 from specjax.models.layers import PROJECTION_INIT, RMSNorm
 

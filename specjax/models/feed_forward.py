@@ -8,10 +8,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.kernel_settings import Kernels
 from specjax.kernels.few_row_linear import Normed, few_row_linear, value_of
 from specjax.kernels.gated_unit import GatedUnit
+from specjax.model_config import ModelConfig
 from specjax.models.layers import PROJECTION_INIT
 from specjax.models.projections import Projections
 from specjax.sparsity.histogram import histogram

@@ -13,10 +13,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.kernel_settings import Kernels
 from specjax.kernels.expert_choice import expert_choice
 from specjax.kernels.expert_products import expert_products
+from specjax.model_config import ModelConfig
 from specjax.models.feed_forward import gated_unit
 from specjax.models.layers import PROJECTION_INIT, product
 from specjax.sparsity.histogram import NUM_BINS, histogram

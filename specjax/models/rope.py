@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, RopeConfig
+from specjax.model_config import LENGTH_DEPENDENT_ROPE_TYPES, RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, context_limit: jax.Array | None = None) -> np.ndarray | jax.Array:

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.kernel_settings import Kernels
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.rope_and_write import Heads
+from specjax.model_config import ModelConfig
 from specjax.models.attention import Attend, written_layer
 from specjax.models.block_selection import Selection, rows_that_count, select_blocks
 from specjax.models.block_summaries import BlockSummaries

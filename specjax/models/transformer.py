@@ -14,8 +14,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax.config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
 from specjax.kernel_settings import Kernels
+from specjax.model_config import LENGTH_DEPENDENT_ROPE_TYPES, ModelConfig
 from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache, LayerCache

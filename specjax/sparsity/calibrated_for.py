@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.checks import require
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig
+    from specjax.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from specjax.sparsity.sparse_moe import ExpertWork
 from specjax.sparsity.work import Kept, PassWork, Work, expected_distinct_experts, pass_work
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig
+    from specjax.model_config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from specjax.models.layers import product
 from specjax.models.projections import Projections
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig
+    from specjax.model_config import ModelConfig
 
 SELECTIONS = ("top_k", "threshold")
 SHARING = ("token", "rows", "batch")

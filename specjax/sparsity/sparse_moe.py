@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from specjax.checks import is_int
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig, MoEConfig
+    from specjax.model_config import ModelConfig, MoEConfig
 
 RATIOS = ("share", "pair")
 SHARING = ("rows", "batch")

@@ -19,7 +19,7 @@ from specjax.sparsity.sparse_moe import SparseMoE
 from specjax.two_level.lossless import Lossless
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig
+    from specjax.model_config import ModelConfig
     from specjax.verification.rule import VerificationRule
 
 # The fields that may be `None`.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 from specjax.sparsity.sparsity_config import SparsityConfig
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.config import ModelConfig, MoEConfig
+    from specjax.model_config import ModelConfig, MoEConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

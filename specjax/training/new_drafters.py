@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig, RopeConfig
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config, default_feature_layers
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHead, TrimmedHead
@@ -21,6 +20,7 @@ from specjax.drafting.heads.draft_head import DRAFT_HEAD, TOKEN_IDS
 from specjax.drafting.heads.from_full_head import low_rank_from, screened_from, trimmed_from
 from specjax.drafting.hydra import Hydra, HydraConfig
 from specjax.drafting.medusa import Medusa, MedusaConfig
+from specjax.model_config import ModelConfig, RopeConfig
 
 INITS = ("weighted_svd", "svd", "random")
 

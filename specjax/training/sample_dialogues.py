@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 from specjax.models.transformer import Transformer
 from specjax.state import FinishReason
 from specjax.training.chat_template import ChatFormat

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import GenerateConfig
 from specjax.generate import generate
+from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.sharding import cache_sharding

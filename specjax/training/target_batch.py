@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 from specjax.models.transformer import Transformer
 from specjax.training.row_groups import over_row_groups
 

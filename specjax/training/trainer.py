@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 from specjax.models.transformer import Transformer
 from specjax.training.compile_ahead import compile_steps
 from specjax.training.description import describe

@@ -23,8 +23,8 @@ from jax import lax
 
 from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
-from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
+from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.requests import Request
 from specjax.sampling import filtered_probs, split_row_keys

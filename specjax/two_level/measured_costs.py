@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from specjax.checks import is_int, require, require_positive
-from specjax.config import GenerateConfig
 from specjax.drafting.drafter import Drafter
 from specjax.generate import decode_step, prepare_call
+from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
 from specjax.sparsity.sparsity_config import SparsityConfig

@@ -96,6 +96,20 @@ def test_what_was_asked_for_runs_and_has_the_references_derivative(implementatio
     assert jax.grad(call)(jnp.float32(3)) == 6
 
 
+def test_where_vmap_maps_a_kernel_the_reference_runs_in_its_place() -> None:
+    def kernel(x: jax.Array, add: jax.Array | None) -> jax.Array:  # as a Triton kernel, `vmap` cannot map it
+        return jax.pure_callback(lambda x: x * 3, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def run(x: jax.Array, add: jax.Array | None) -> jax.Array:
+        return dispatch("triton", SHAPE, x.dtype, triton=kernel, reference=lambda x, add: x * 2, arrays=(x, add))
+
+    x = jnp.ones((4, 3))
+    np.testing.assert_array_equal(run(x, None), 3 * x)
+    for add, axis in ((None, None), (jnp.ones(3), None), (x, 0)):
+        np.testing.assert_array_equal(jax.jit(jax.vmap(run, in_axes=(0, axis)))(x, add), 2 * x)
+    np.testing.assert_array_equal(jax.grad(lambda x: jax.vmap(run, in_axes=(0, None))(x, None).sum())(x), 2 * x)
+
+
 def test_the_shapes_that_are_measured_do_not_stand_for_one_another() -> None:
     assert len({(shape.op, bucket(shape)) for shape in SHAPES}) == len(SHAPES)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.config import RopeConfig
 from specjax.kernels.rope_and_write import Heads, rope_and_write
+from specjax.model_config import RopeConfig
 from specjax.models.rope import rotary_angles
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.draft_model import DraftModel
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
+from specjax.model_config import ModelConfig
 from specjax.training.draft_states import DraftStates
 from specjax.training.partition import check_params
 from specjax.training.target_batch import TargetArrays, TargetBatch, whole_texts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from specjax.config import ModelConfig
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
+from specjax.model_config import ModelConfig
 from specjax.training.draft_states import DraftStates
 from specjax.training.target_batch import TargetArrays, TargetBatch
 from specjax.training.tasks.task import TrainingTask

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
 from specjax.drafting.hydra import Hydra
+from specjax.model_config import ModelConfig
 from specjax.training.draft_states import DraftStates
 from specjax.training.partition import check_params
 from specjax.training.target_batch import TargetArrays, TargetBatch

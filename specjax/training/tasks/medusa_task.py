@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from specjax.config import ModelConfig
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
 from specjax.drafting.medusa import Medusa
+from specjax.model_config import ModelConfig
 from specjax.training.draft_states import DraftStates
 from specjax.training.partition import check_params
 from specjax.training.target_batch import TargetArrays, TargetBatch

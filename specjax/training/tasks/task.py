@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from specjax.config import ModelConfig
+from specjax.model_config import ModelConfig
 from specjax.training.draft_states import DraftStates
 from specjax.training.target_batch import TargetArrays, TargetBatch
 

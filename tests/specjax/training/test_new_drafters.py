@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.config import ModelConfig
 from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from specjax.drafting.heads.named_head import named_head
+from specjax.model_config import ModelConfig
 from specjax.models.layers import head_product
 from specjax.training.new_drafters import INITS, HeadStart, initial_params, new_eagle3, new_hydra, new_medusa
 from tests.helpers import tiny_config

@@ -1,4 +1,4 @@
-"""Static sizes and choices: frozen, hashable dataclasses that check themselves.
+"""What a model is, in static sizes and choices: frozen, hashable dataclasses that check themselves.
 
 Everything here is a compile-time constant for JAX. What changes from call to call (lengths, temperatures, keys) is an array instead; see
 `specjax.state` and `specjax.sampling`.
@@ -7,23 +7,14 @@ Everything here is a compile-time constant for JAX. What changes from call to ca
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from specjax.checks import is_int, require, require_size
-from specjax.sparsity.sparsity_config import SparsityConfig
-from specjax.verification.rejection_sampling import RejectionSampling
-from specjax.verification.rule import VerificationRule
+from specjax.checks import is_int, require, require_positive_ints
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 # Types whose frequencies depend on how long a row's context may become.
 LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 ACTIVATIONS = ("silu", "clamped_swiglu")
 QK_NORMS = ("head", "projection")
-
-
-def _require_positive_int(owner: object, *names: str) -> None:
-    for name in names:
-        require_size(f"{type(owner).__name__}.{name}", getattr(owner, name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +62,7 @@ class RopeConfig:
         if self.rope_type in ("linear", "dynamic", "llama3", "yarn"):
             require(self.factor >= 1, f"RopeConfig.factor must be at least 1, got {self.factor!r}")
         if self.rope_type in ("dynamic", "llama3", "yarn", "longrope"):
-            _require_positive_int(self, "original_max_position_embeddings")
+            require_positive_ints(self, "original_max_position_embeddings")
         if self.rope_type == "llama3":
             require(
                 0 < self.low_freq_factor < self.high_freq_factor,
@@ -118,7 +109,7 @@ class MoEConfig:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive_int(self, "num_experts", "num_experts_per_token", "intermediate_size")
+        require_positive_ints(self, "num_experts", "num_experts_per_token", "intermediate_size")
         require(
             self.num_experts_per_token <= self.num_experts,
             f"MoEConfig.num_experts_per_token must be at most num_experts, got {self.num_experts_per_token} of {self.num_experts}",
@@ -190,7 +181,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        _require_positive_int(
+        require_positive_ints(
             self,
             "vocab_size",
             "hidden_size",
@@ -237,62 +228,3 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """The static half of a `generate` or `speculative_generate` call; another value compiles another program.
-
-    Attributes:
-        max_new_tokens: Most tokens that a row may receive. A smaller limit a row is an array argument of the call and recompiles nothing.
-        num_speculative_tokens: G, tokens drafted in a step; at least 1. Plain `generate` ignores it.
-        do_sample: `False` takes the arg-max and ignores `SamplingParams`; `True` samples (rows of temperature 0 are still greedy).
-        verification: The rule that keeps or rejects draft tokens. Lossless by default.
-        return_log_probs: Also return log p(token) of the emitted tokens under the target's unscaled softmax.
-        prefill_chunk_size: Prompt tokens that one prefill pass processes; bounds the memory of attention scores.
-        cache_capacity: Key/value slots to allocate; `None` takes what this call needs. Larger values leave room to continue. Under
-            `dynamic` and `longrope` rotary embeddings it is also the length that the frequencies are chosen for, and so changes the text.
-        cache_sharding: A `jax.sharding.NamedSharding` for the `[B,K,S,H]` cache arrays; `None` leaves placement to XLA.
-        pad_token_id: Fills the output beyond a row's length.
-        sparsity: What the target's passes leave out after the prefill. Nothing by default; lossy otherwise, unless its `lossless` is set.
-
-    Raises:
-        ValueError: A negative `max_new_tokens`, `num_speculative_tokens` below 1, a non-positive chunk or capacity; with lossless sparsity
-            a lossy rule, or, where tokens are sampled, a selection that sees later draft rows.
-    """
-
-    max_new_tokens: int
-    num_speculative_tokens: int = 5
-    do_sample: bool = False
-    verification: VerificationRule = RejectionSampling()
-    return_log_probs: bool = False
-    prefill_chunk_size: int = 512
-    cache_capacity: int | None = None
-    cache_sharding: Any = None
-    pad_token_id: int = 0
-    sparsity: SparsityConfig = SparsityConfig()
-
-    def __post_init__(self) -> None:
-        value = self.max_new_tokens
-        require(
-            is_int(value, 0),
-            f"GenerateConfig.max_new_tokens must be an int of at least 0, got {value!r}",
-        )
-        _require_positive_int(self, "num_speculative_tokens", "prefill_chunk_size")
-        if self.cache_capacity is not None:
-            _require_positive_int(self, "cache_capacity")
-        require(
-            isinstance(self.pad_token_id, int) and self.pad_token_id >= 0,
-            f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
-        )
-        require(isinstance(self.sparsity, SparsityConfig), f"GenerateConfig.sparsity must be a SparsityConfig, got {self.sparsity!r}")
-        self.sparsity.check_lossless(self.verification, do_sample=self.do_sample)
-
-    def max_unsettled(self, draft_length: int) -> int:
-        """Most tokens behind the pending one that a pass of the target may be over: a draft, or all that waits for a dense check.
-
-        Args:
-            draft_length: G, 0 for plain decoding.
-        """
-        lossless = self.sparsity.lossless
-        return draft_length if lossless is None else lossless.max_provisional(draft_length)
