@@ -81,6 +81,7 @@ def fixed_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_rows.Decoder, "prefill_seconds_by_call", lambda self, prompts, **options: [0.0] * (len(prompts) // 2))
 
 
+@pytest.mark.full
 def test_each_kind_of_drafter_is_compared_with_its_own_full_head(
     drafters: dict[str, Path], target_path: Path, data_dir: Path, tmp_path: Path, fixed_times: None, full_grid: bool
 ) -> None:

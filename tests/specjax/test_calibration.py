@@ -79,7 +79,7 @@ def test_samples_of_experts_are_those_of_the_experts_that_were_chosen() -> None:
         return model.apply({"params": params}, tokens, cache, **norms)[1]
 
     captured = what_experts_read()
-    x = np.asarray(captured["intermediates"]["layer_0"]["mlp_norm"]["__call__"][0])[np.asarray(counted)]
+    x = np.asarray(captured["intermediates"]["layer_0"]["mlp_norm"]["deferred"][0].value)[np.asarray(counted)]
     probs = np.exp(x @ np.asarray(mlp["router"]))
     probs /= probs.sum(axis=-1, keepdims=True)
     chosen = np.argsort(-probs, axis=-1)[:, :3]

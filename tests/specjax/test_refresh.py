@@ -84,7 +84,7 @@ def test_a_refresh_makes_the_cache_dense_up_to_where_it_stood_and_the_next_call_
     assert max(keys_differ(healed, row).max() for row in range(2)) < 10 * FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize("limits", [[NUM_TOKENS, NUM_TOKENS], [3, 0]])
+@pytest.mark.parametrize("limits", [pytest.param([NUM_TOKENS, NUM_TOKENS], marks=pytest.mark.full), [3, 0]])
 def test_a_call_stands_on_a_dense_context_where_the_one_before_never_refreshed(limits: list[int]) -> None:
     first = run(sparse(0), max_new_tokens=limits)
     target, params = tiny_target()
