@@ -65,7 +65,8 @@ class Record:
             raise ExperimentError(
                 f"{path.name} holds rows of {found['experiment']}, to which those of {self.experiment} cannot be appended"
             )
-        if self.command in [run["command"] for run in (found, *found.get("appended", []))]:
+        commands = [run["command"].removesuffix(" --append") for run in (found, *found.get("appended", []))]
+        if self.command.removesuffix(" --append") in commands:
             raise ExperimentError(f"{path.name} already holds the rows of this command: {self.command}")
         return found
 

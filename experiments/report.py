@@ -87,18 +87,23 @@ def markdown(result: dict, file_name: str) -> str:
     shown = [_columns(module, row) for row in rows]
     tables = [_table(list(rows)) for _, rows in itertools.groupby(shown, key=lambda row: tuple(row))]
     source = f"[`experiments/results/{file_name}`](experiments/results/{file_name})"
-    weights = ", ".join(dict.fromkeys(row["weights"] for row in result["rows"]))
     part = "" if len(rows) == len(result["rows"]) else f" (here {len(rows)} of its {len(result['rows'])} rows)"
-    origin = f"From {source}{part}: {_where(result, weights)}; `{result['command']}`."
-    for later in result.get("appended", []):
-        origin += f" Rows {later['first_row'] + 1} and on: {_where(later, weights)}; `{later['command']}`."
+    appended = result.get("appended", [])
+    ends = [*(later["first_row"] for later in appended), len(result["rows"])]
+    origin = f"From {source}{part}: {_where(result, result['rows'][: ends[0]])}; `{result['command']}`."
+    for later, end in zip(appended, ends[1:], strict=True):
+        before = result["rows"][: later["first_row"]]
+        above = len(module.table_rows(before) if hasattr(module, "table_rows") else before)
+        where = _where(later, result["rows"][later["first_row"] : end])
+        origin += f" Rows {above + 1} and on: {where}; `{later['command']}`."
     if result.get("interrupted"):
         origin += " The run was interrupted: these are the rows that it finished."
     return "\n".join([*tables, origin, ""])
 
 
-def _where(run: dict, weights: str) -> str:
-    """On what a run was made."""
+def _where(run: dict, rows: list[dict]) -> str:
+    """On what a run was made, whose rows these are."""
+    weights = ", ".join(dict.fromkeys(row["weights"] for row in rows))
     device = run["device"]
     count = f"{device['count']} × " if device["count"] > 1 else ""
     sha, dash, state = run["git_sha"].partition("-")  # "dirty", where the tree had changes

@@ -40,7 +40,7 @@ def main(
     commit = sha or git_sha()
     if record and commit is None:
         raise typer.BadParameter("a recorded result needs its commit: this is no git checkout, give --git-sha SHA")
-    options = ["--record"] * record + ["--append"] * append + [f"--save-as {save_as}"] * (save_as is not None)
+    options = ["--record"] * record + [f"--save-as {save_as}"] * (save_as is not None) + ["--append"] * append
     description = Record(
         experiment=name,
         question=experiment.declaration.question,

@@ -53,7 +53,8 @@ class PassCounts:
         channels_read: `[B,L]` float32, share that any token of the row computes.
         experts_per_token: `[B,L]` float32.
         distinct_experts: `[B,L]` float32, the row's part of those that passes read.
-        dense_distinct_experts: `[B,L]` float32, likewise of those that dense passes over the same rows would have read.
+        sparse_passes: `[B]` float32, the row's part of the passes whose experts were measured: all but refreshes.
+        dense_distinct_experts: `[B,L]` float32, likewise of those that dense passes over the rows of these would have read.
         model: The target's shape. Static.
         measured: For each layer what of it was measured: some of `"channels"`, `"experts"` (how many a token took) and
             `"distinct"` (how many a pass read). Static.
@@ -69,6 +70,7 @@ class PassCounts:
     channels_read: jax.Array
     experts_per_token: jax.Array
     distinct_experts: jax.Array
+    sparse_passes: jax.Array
     dense_distinct_experts: jax.Array
     model: ModelConfig = dataclasses.field(metadata={"static": True})
     measured: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
@@ -94,6 +96,7 @@ class PassCounts:
             channels_read=channels,
             experts_per_token=experts,
             distinct_experts=distinct,
+            sparse_passes=row,
             dense_distinct_experts=distinct,
             model=model,
             measured=measured,
@@ -122,6 +125,8 @@ class PassCounts:
         taken = 0 if moe is None else moe.num_experts_per_token
         distinct = 0 if moe is None else expected_distinct_experts(moe.num_experts, taken, num_tokens * active.sum())
         mask = active[:, None]
+        # A refresh reads the rows of many steps, and so the experts of many: it says nothing of a dense step.
+        sparse_part = part * any("distinct" in kinds and x is not None for kinds, x in zip(self.measured, work, strict=True))
         counts = dict(
             num_passes=active,
             passes=part,
@@ -131,7 +136,8 @@ class PassCounts:
             channels_read=mask * stack("channels", "channels_read", one),
             experts_per_token=mask * stack("experts", "experts_per_token", jnp.float32(taken)),
             distinct_experts=part[:, None] * stack("distinct", "distinct_experts", jnp.float32(distinct)),
-            dense_distinct_experts=part[:, None] * stack("distinct", "dense_distinct_experts", jnp.float32(distinct)),
+            sparse_passes=sparse_part,
+            dense_distinct_experts=sparse_part[:, None] * stack("distinct", "dense_distinct_experts", jnp.float32(distinct)),
         )
         added = {name: getattr(self, name) + new.astype(getattr(self, name).dtype) for name, new in counts.items()}
         return dataclasses.replace(self, **added)
@@ -176,7 +182,7 @@ class PassCounts:
         those expected of tokens that choose evenly and apart.
         """
         sums = _sums(self)
-        distinct = self._mean("distinct", self.dense_distinct_experts, sums, None, by="passes")
+        distinct = self._mean("distinct", self.dense_distinct_experts, sums, None, by="sparse_passes")
         return self._work(sums, num_tokens, Kept(distinct_experts=distinct))
 
     def summary(self, reads: AttentionReads | None, num_tokens: int) -> dict[str, Any]:
@@ -204,7 +210,7 @@ class PassCounts:
                 "experts_per_token": each,
                 "experts_per_token_per_layer": self._per_layer("experts", self.experts_per_token, sums),
                 "distinct_experts_per_pass": self._mean("distinct", self.distinct_experts, sums, 0.0, by="passes"),
-                "dense_distinct_experts_per_pass": self._mean("distinct", self.dense_distinct_experts, sums, 0.0, by="passes"),
+                "dense_distinct_experts_per_pass": self._mean("distinct", self.dense_distinct_experts, sums, 0.0, by="sparse_passes"),
             }
         found["step_work"] = _side_by_side(self.step_work(reads), self.dense_step_work(num_tokens))
         return found
@@ -215,9 +221,8 @@ class PassCounts:
     def _mean(self, kind: str, sums_bl: jax.Array, sums: _Sums, otherwise: Any, *, by: str = "rows") -> Any:
         """Over passes and the layers of a kind; `otherwise` where there is none."""
         layers = self._layers(kind)
-        if not layers:
-            return otherwise
-        return float(sums_bl.sum(axis=0)[jnp.array(layers)].mean()) / (sums.passes if by == "passes" else sums.row_passes)
+        count = {"rows": sums.row_passes, "passes": sums.passes, "sparse_passes": sums.sparse_passes}[by]
+        return float(sums_bl.sum(axis=0)[jnp.array(layers)].mean()) / count if layers and count else otherwise
 
     def _per_layer(self, kind: str, sums_bl: jax.Array, sums: _Sums) -> list[float | None]:
         values = sums_bl.sum(axis=0) / sums.row_passes
@@ -233,6 +238,7 @@ class PassCounts:
 class _Sums:
     row_passes: float  # over rows
     passes: float  # of batches
+    sparse_passes: float  # likewise
     tokens: float  # mean of a pass
     context: float  # mean
 
@@ -240,7 +246,13 @@ class _Sums:
 def _sums(counts: PassCounts) -> _Sums:
     row_passes = max(float(counts.num_passes.sum()), 1.0)
     passes = float(counts.passes.sum()) or 1.0
-    return _Sums(row_passes, passes, float(counts.tokens.sum()) / row_passes, float(counts.context.sum()) / row_passes)
+    return _Sums(
+        row_passes,
+        passes,
+        float(counts.sparse_passes.sum()),
+        float(counts.tokens.sum()) / row_passes,
+        float(counts.context.sum()) / row_passes,
+    )
 
 
 def _keys(reads: AttentionReads, model: ModelConfig) -> float:

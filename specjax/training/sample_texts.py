@@ -88,7 +88,7 @@ class TextSampler:
             config=GenerateConfig(
                 max_new_tokens=self.max_new_tokens, do_sample=max(self.temperatures) >= MIN_TEMPERATURE, cache_sharding=sharding
             ),
-            sampling=SamplingParams(temperature=jnp.array(temperatures, jnp.float32), top_p=self.top_p),
+            sampling=SamplingParams(temperature=jnp.array(temperatures, jnp.float32), top_p=None if self.top_p == 1 else self.top_p),
             eos_token_ids=self.end_token_ids,
             max_new_tokens=np.array(limits, np.int32),
             rng=_keys(np.uint32(self.seed), np.array([*indices, *[0] * missing], np.uint32)),

@@ -69,6 +69,19 @@ def test_rows_that_were_appended_name_their_own_run(tmp_path):
     )
 
 
+def test_appended_rows_are_counted_as_the_table_shows_them_and_name_their_own_weights(tmp_path, monkeypatch):
+    speeds = (111.0, 222.0, 333.0, 444.0)
+    rows = [RESULT["rows"][0] | {"tokens_per_s": speed, "weights": "old" if speed < 300 else "new"} for speed in speeds]
+    run = {"git_sha": "fedcba9876", "versions": {"jax": "1.2.4"}, "device": {"kind": "slide rule", "count": 1}}
+    later = run | {"first_row": 2, "command": "python later"}
+    (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"rows": rows, "appended": [later]}))
+    module = report._module("quickstart")
+    monkeypatch.setattr(module, "table_rows", lambda rows: [row for row in rows if row["tokens_per_s"] != 222.0], raising=False)
+    text = report.rewritten(README, tmp_path)
+    assert "weights old, commit" in text
+    assert "Rows 2 and on: slide rule, JAX 1.2.4, weights new, commit fedcba98; `python later`." in text
+
+
 def test_a_table_of_some_rows_says_of_how_many(tmp_path, monkeypatch):
     rows = [RESULT["rows"][0] | {"tokens_per_s": speed} for speed in (111.0, 222.0, 333.0)]
     (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"rows": rows}))

@@ -158,6 +158,8 @@ def test_rows_are_appended_to_what_is_there_with_their_own_origin(tmp_path):
     ]
     with pytest.raises(ExperimentError, match="already holds the rows of this command: python 1"):
         second.earlier(path)
+    with pytest.raises(ExperimentError, match="already holds the rows of this command"):
+        dataclasses.replace(second, command=f"{second.command} --append").earlier(path)
     with pytest.raises(ExperimentError, match=r"name\.json holds rows of name, to which those of other cannot be appended"):
         dataclasses.replace(third, experiment="other").earlier(path)
 

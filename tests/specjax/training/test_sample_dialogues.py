@@ -166,7 +166,7 @@ def test_a_target_that_writes_nothing_to_keep_is_said() -> None:
 
 
 def test_other_seeds_temperatures_and_batches_compile_nothing() -> None:
-    sampled(1)
+    sampled(1, config=dataclasses.replace(CONFIG, top_p=0.8))
     before = _generate._cache_size()
     sampled(3, config=dataclasses.replace(CONFIG, seed=5, temperatures=(0.0, 0.7), top_p=0.9))
     assert _generate._cache_size() == before
