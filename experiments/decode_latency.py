@@ -47,7 +47,7 @@ class Config:
     Attributes:
         model: `decode`, `executions`: a preset's name or a checkpoint's path.
         pair_target: `speculative_step`: the target, likewise.
-        pair_drafter: `speculative_step`: the drafter, likewise, or "prompt_lookup", or "eagle3:HEAD", an EAGLE-3 drafter of the shape
+        pair_drafter: `speculative_step`: the draft model, likewise, or "prompt_lookup", or "eagle3:HEAD", an EAGLE-3 drafter of the shape
             published for the target, with a head of that name ("full", "low_rank:8") and random weights.
         modes: What to time.
         batches: Sequences in a batch.

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from experiments.draft_heads import GivenToken, bytes_read
 from experiments.drafters import EAGLE3, feature_shape, random_candidates, with_head
+from experiments.experiment import ExperimentError
 from experiments.models import PROMPT_LOOKUP, Model, load_model
 from experiments.presets import kv_bytes, weight_bytes_per_pass
-from specjax import DraftModel, PromptLookup
+from specjax import DraftModel, PromptLookup, Transformer
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.heads import DraftHead
 
@@ -47,21 +48,26 @@ class Pair:
         Args:
             preset: The target's name.
             target: The target.
-            name: A preset's name, a checkpoint's path, "prompt_lookup", or "eagle3:HEAD" for a preset.
+            name: A preset's name, a draft model's path, "prompt_lookup", or "eagle3:HEAD" for a preset.
             passes: G.
             dtype: Compute dtype, and that of random weights.
             implementation: Of the kernels; see `Kernels.of`.
             cache_dir: Where conversions are kept.
 
         Raises:
-            ExperimentError: Neither a drafter's name nor a path that exists, or no EAGLE-3 drafter is published for the target's shape.
+            ExperimentError: Neither a drafter's name nor a path that exists, a checkpoint of heads for a target, or no EAGLE-3 drafter is
+                published for the target's shape.
         """
         kind, _, head = name.partition(":")
         if name == PROMPT_LOOKUP:
             return cls(name=name, weights=None, drafter=PromptLookup(), params=None, floor_bytes=lambda batch, context: 0.0)
         if kind == EAGLE3 and head:
             return cls._eagle3(preset, target, head, passes=passes, dtype=dtype, implementation=implementation)
-        model = load_model(name, dtype=dtype, implementation=implementation, cache_dir=cache_dir, rng=jax.random.key(2))
+        options: dict[str, Any] = dict(dtype=dtype, implementation=implementation, cache_dir=cache_dir, target=target.path)
+        model = load_model(name, **options, rng=jax.random.key(2))
+        if not isinstance(model.model, Transformer):
+            kinds = f"a draft model, {PROMPT_LOOKUP!r} or '{EAGLE3}:HEAD'"
+            raise ExperimentError(f"the pair's drafter must be {kinds}, got {model.name!r}: {type(model.model).__name__}")
 
         def floor_bytes(batch: int, context: int) -> float:
             shape, itemsize = model.model.config, jnp.dtype(dtype).itemsize

@@ -57,7 +57,7 @@ def time_calls(
 
     Args:
         decode: From prompts to new tokens; it waits for the device.
-        prompts: Token ids.
+        prompts: Token ids, for whole calls: fewer rows would be another shape, and its compilation be timed.
         batch: Prompts a call.
         repeats: Timed runs of each call, behind those that warm up, of the first.
         warm_ups: How many.
@@ -65,7 +65,12 @@ def time_calls(
 
     Returns:
         New tokens of each prompt, and the seconds of each call's runs.
+
+    Raises:
+        ValueError: The last call would have fewer prompts.
     """
+    if len(prompts) % batch:
+        raise ValueError(f"prompts must fill whole calls of {batch}, got {len(prompts)}")
     groups = [prompts[index : index + batch] for index in range(0, len(prompts), batch)]
     for _ in range(warm_ups):
         decode(groups[0])

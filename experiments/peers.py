@@ -2,13 +2,14 @@
 
 Command: python -m experiments.run peers target=TARGET drafter=DRAFTER data_dir=PROMPTS --record
 Hardware: one H200 with torch; vLLM's rows need vllm (`systems=specjax,transformers dtype=float32` on a CPU)
-Time: about 9 minutes, 6 without vLLM; not measured yet
+Time: about 11 minutes, 7 without vLLM; not measured yet
 Result: none on record yet
 
 Hugging Face folders of a target and a draft model, the same prompts, greedily, and of each prompt the same number of new tokens: nothing
 ends a text. Each system runs in a process of its own, one after another, so that no two share memory or a CUDA context. There it loads the
 models, decodes the first prompts once to compile and warm up, and then all of them `repeats` times, `batch` at a time. Of each call the
-median time counts, prefill included.
+median time counts, prefill included. All calls are of `batch` prompts: a last one of fewer would be another shape, which some would compile
+while they are timed, and others not.
 
 mean_acceptance_length is new tokens a verification, the bonus or recovered token included: ours and vLLM's 1 + accepted / steps; of
 transformers, whose first verification is its prefill too, new tokens over the target's passes. `same_output` is the share of prompts whose
@@ -63,9 +64,9 @@ class Config:
         sets: Their names.
         systems: What to run.
         batches: Prompts decoded together.
-        prompts: How many, spread evenly over the sets and each of them.
+        prompts: How many, spread evenly over the sets and each of them; whole calls of every batch, unless `max_calls` need fewer.
         max_calls: At small batches fewer prompts are taken, those of so many calls.
-        new_tokens: Of each prompt.
+        new_tokens: Of each prompt; two at least, as the first comes of the prefill.
         num_speculative_tokens: G.
         dtype: Of weights and compute.
         implementation: Of our kernels; see `Kernels.of`.
@@ -89,7 +90,7 @@ class Config:
     dtype: str = "bfloat16"
     implementation: str = "auto"
     chat_template: bool = True
-    repeats: int = 2
+    repeats: int = 3
     timeout_s: int = 600
     cache_dir: str | None = local_field()
 
@@ -99,8 +100,15 @@ class Config:
         for name in ("prompts", "max_calls", "new_tokens", "num_speculative_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ExperimentError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.new_tokens < 2:
+            raise ExperimentError(f"new_tokens must be at least 2, the first of which the prefill gives, got {self.new_tokens}")
+        if not self.sets:
+            raise ExperimentError("sets must name a prompt set, got none")
         if not self.batches or min(self.batches) < 1:
             raise ExperimentError(f"batches must be positive numbers, got {', '.join(map(str, self.batches)) or 'none'}")
+        for batch in self.batches:
+            if self.prompts < batch * self.max_calls and self.prompts % batch:
+                raise ExperimentError(f"prompts must fill whole calls of each batch, got {self.prompts} for batches of {batch}")
 
 
 def run(config: Config) -> Iterator[dict]:
@@ -114,6 +122,7 @@ def run(config: Config) -> Iterator[dict]:
     ours: dict[int, list[list[int]]] = {}
     for system in (system for system in SYSTEMS if system in config.systems):
         if system == "specjax_eagle3" and config.eagle3 is None:
+            print(f"{system}: no row: it needs eagle3=PATH", file=sys.stderr, flush=True)
             continue
         answer = ask(request(config, system, prompts), timeout_s=config.timeout_s)
         for reason in answer["left_out"]:
@@ -127,7 +136,11 @@ def run(config: Config) -> Iterator[dict]:
 
 
 def tokenized_prompts(config: Config) -> list[list[int]]:
-    """Token ids of the prompts, in turn from each set."""
+    """Token ids of the prompts, in turn from each set.
+
+    Raises:
+        ExperimentError: The target is no Hugging Face folder, or a set has too few prompts.
+    """
     from transformers import AutoTokenizer
 
     folder = Path(config.target).expanduser()
@@ -135,7 +148,10 @@ def tokenized_prompts(config: Config) -> list[list[int]]:
         raise ExperimentError(f"target must be a Hugging Face folder, which others can load: {folder.name} has no config.json")
     per_set = -(-config.prompts // len(config.sets))
     sets = [load_prompts(config.data_dir, name, per_set) for name in config.sets]
-    texts = [text for texts in zip(*sets, strict=False) for text in texts][: config.prompts]
+    for name, found in zip(config.sets, sets, strict=True):
+        if len(found) < per_set:
+            raise ExperimentError(f"prompts={config.prompts} takes {per_set} of each set, {name} has {len(found)}")
+    texts = [text for texts in zip(*sets, strict=True) for text in texts][: config.prompts]
     return encode(AutoTokenizer.from_pretrained(folder), texts, chat_template=config.chat_template)
 
 

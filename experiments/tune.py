@@ -7,6 +7,9 @@ Result: rows of kernels/measured.json, which `"auto"` reads; commit them
 
 Rows of other devices and dtypes stay as they are. A kernel is preferred where it wins by more than three per cent, and of the ways to cut
 its work that `implementations` names, another than the default where that wins by as much again. The row keeps which.
+
+Where the reference's own time is not positive, noise has swallowed it: nothing is written, an earlier row of that shape stays, and the row
+says so.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from specjax.kernels.measured import PATH, read_table
 from specjax.kernels.shapes import ChoiceShape, LargestShape
 
 _MARGIN = 0.97
+_LOST = "lost in noise and not written: use longer loops"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Config(kernels.Config):
 
 
 def run(config: Config) -> Iterator[dict]:
-    """One row a shape; the file is written after each."""
+    """One row a shape; the file is written after each that is known."""
     path = Path(config.table)
     device = jax.devices()[0].device_kind
     for shape, times in kernels.measure(config):
@@ -56,21 +60,27 @@ def run(config: Config) -> Iterator[dict]:
             "dtype": shape.dtype if isinstance(shape, ChoiceShape | LargestShape) else config.dtype,
             "shape": dataclasses.asdict(shape),
             "implementation": fastest,
-            "us": times[fastest],
+            "us": None if fastest is None else times[fastest],
             "reference_us": times["reference"],
         }
-        add_row(path, row)
-        yield row | {"weights": "random", "synthetic": False}
+        if fastest is not None:
+            add_row(path, row)
+        yield row | {"note": _LOST if fastest is None else None, "weights": "random", "synthetic": False}
 
 
-def choice(times: Mapping[str, float]) -> str:
-    """The fastest kernel where it wins, cut as it is by default unless another cut wins again; a time that is not positive is noise."""
+def choice(times: Mapping[str, float]) -> str | None:
+    """The fastest kernel where it wins, cut as it is by default unless another cut wins again.
+
+    A time that is not positive is noise; `None` where the reference's is, which kernels are held against.
+    """
     known = {name: us for name, us in times.items() if us > 0}
+    if "reference" not in known:
+        return None
     fastest = "reference"
-    if known.get("triton", math.inf) < _MARGIN * times["reference"]:
+    if known.get("triton", math.inf) < _MARGIN * known["reference"]:
         fastest = "triton"
-    best = min(known, key=lambda name: known[name], default="reference")
-    return best if "@" in best and known[best] < _MARGIN * times[fastest] else fastest
+    best = min(known, key=lambda name: known[name])
+    return best if "@" in best and known[best] < _MARGIN * known[fastest] else fastest
 
 
 def add_row(path: Path, row: dict) -> None:
@@ -85,4 +95,5 @@ def add_row(path: Path, row: dict) -> None:
 def show(row: dict) -> str:
     """A row's main figures on one line."""
     sizes = " ".join(f"{name}={size}" for name, size in row["shape"].items() if size is not None)
-    return f"{row['op']:22} {row['implementation']:24} {row['us']:8.1f} us, reference {row['reference_us']:8.1f} us  {sizes}"
+    found = f"({row['note']})" if row["note"] else f"{row['implementation']:24} {row['us']:8.1f} us"
+    return f"{row['op']:22} {found}, reference {row['reference_us']:8.1f} us  {sizes}"

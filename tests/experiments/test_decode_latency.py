@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,13 @@ import pytest
 
 from experiments import decode_latency
 from experiments.experiment import ExperimentError, parse_config
+from experiments.latency_pair import Pair
+from experiments.models import load_model
 from experiments.presets import PRESETS, kv_bytes, tiny, weight_bytes_per_pass
 from experiments.timing import count_executions, time_loop
 from specjax import Transformer
+from tests.checkpoints import published_drafters
+from tests.drafters import write_drafter
 
 SMALL = (
     "model=tiny",
@@ -114,6 +120,17 @@ def test_unknown_modes_and_models_are_named():
         parse_config(decode_latency.Config, ["modes=nothing_like_it"])
     with pytest.raises(ExperimentError, match="neither a preset"):
         list(decode_latency.run(parse_config(decode_latency.Config, ["model=no_such_model", "copy_mib=1"])))
+
+
+def test_heads_for_a_target_are_refused_where_a_draft_model_is_expected(target_path: Path, tmp_path: Path):
+    target = load_model(str(target_path), dtype="float32")
+    # Published ones may leave to the target how many tokens there are.
+    raw, width = dict(medusa_num_heads=1, medusa_num_layers=1, version="2"), target.model.config.hidden_size
+    tensors = {"0.0.linear.weight": np.zeros((width, width), np.float32)}
+    medusa = published_drafters.write_drafter(tmp_path / "tiny-medusa", raw, tensors, file="medusa_lm_head.safetensors")
+    for heads, kind in ((write_drafter(tmp_path / "tiny-eagle3", target_path, "eagle3"), "Eagle3"), (medusa, "Medusa")):
+        with pytest.raises(ExperimentError, match=f"must be a draft model, 'prompt_lookup' or 'eagle3:HEAD', got '{heads.name}': {kind}"):
+            Pair.of("tiny", target, str(heads), passes=2, dtype="float32", implementation="auto", cache_dir=str(tmp_path))
 
 
 def test_loops_that_measure_nothing_are_refused():

@@ -136,3 +136,19 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
     assert fastest(first, jnp.bfloat16, table=read_table(path)) == cut
     assert [row["device"] for row in json.loads(path.read_text())].count("other") == 1
     assert len(json.loads(path.read_text())) == 4
+
+
+def test_a_reference_that_is_lost_in_noise_is_not_written_and_an_earlier_row_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shape, other), path = TINY_SHAPES[:2], tmp_path / "table.json"
+    measured: list[Any] = [(shape, dict(reference=2.0, triton=1.0))]
+    monkeypatch.setattr(kernels, "measure", lambda config: iter(measured))
+    config = tune.Config(table=str(path))
+    list(tune.run(config))
+    before = path.read_text()
+    measured[:] = [(shape, dict(reference=-0.2, triton=1.5)), (other, dict(reference=0.0, triton=-1.0)), (other, dict(reference=-0.1))]
+    rows = list(tune.run(config))
+    assert path.read_text() == before
+    assert [(row["implementation"], row["us"]) for row in rows] == [(None, None)] * 3
+    for row in rows:
+        check_row(row)
+        assert "lost in noise and not written: use longer loops" in tune.show(row)

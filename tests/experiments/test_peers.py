@@ -15,7 +15,7 @@ from experiments.experiment import ExperimentError, parse_config
 from experiments.record import check_row
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_tokenizer
 
-SMALL = ("sets=first,second", "prompts=3", "batches=1,2", "new_tokens=6", "num_speculative_tokens=2", "dtype=float32", "repeats=2")
+SMALL = ("sets=first,second", "prompts=4", "batches=1,2", "new_tokens=6", "num_speculative_tokens=2", "dtype=float32", "repeats=2")
 KEYS = {"system", "version", "target", "drafter", "batch", "context", "tokens_per_s", "mean_acceptance_length", "same_output"}
 
 
@@ -52,25 +52,27 @@ def test_rows_hold_speed_acceptance_and_what_is_shared_with_our_output(
             tokens = [[sum(prompt) % 7] * 6 for prompt in call["prompts"]]
             if request["drafter"]:
                 tokens[0] = [9] * 6
-            groups = -(-len(tokens) // call["batch"])
+            groups = len(tokens) // call["batch"]
             length = 2.5 if request["drafter"] else None
             parts.append(dict(batch=call["batch"], tokens=tokens, seconds=[[1.0, 3.0]] * groups, mean_acceptance_length=length, load_s=1.0))
         return {"version": "1.0", "parts": parts, "left_out": []}
 
     monkeypatch.setattr(peers, "ask", ask)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    rows = list(peers.run(config(pair, data_dir, "systems=transformers_assisted,vllm,specjax", "max_calls=2")))
+    rows = list(peers.run(config(pair, data_dir, "systems=transformers_assisted,vllm,specjax,specjax_eagle3", "max_calls=2")))
     assert [(row["system"], row["batch"]) for row in rows] == [
         ("specjax", 1), ("specjax", 2), ("transformers_assisted", 1), ("transformers_assisted", 2)
     ]  # fmt: skip
-    assert "vllm: no row: vllm cannot be imported" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "vllm: no row: vllm cannot be imported" in told
+    assert "specjax_eagle3: no row: it needs eagle3=PATH" in told
     for row in rows:
         assert set(check_row(row)) > KEYS
         assert row["system"] in peers.show(row)
         assert peers.columns(row)["system"] == row["system"]
     alone, together, assisted, _ = rows
     assert (alone["target"], alone["drafter"], assisted["drafter"]) == ("target", None, "drafter")
-    assert (alone["prompts"], together["prompts"]) == (2, 3)  # two calls of one, two of two
+    assert (alone["prompts"], together["prompts"]) == (2, 4)  # two calls of one, two of two
     assert alone["tokens_per_s"] == 2 * 6 / (2.0 + 2.0)
     assert (alone["mean_acceptance_length"], assisted["mean_acceptance_length"]) == (None, 2.5)
     assert (alone["same_output"], assisted["same_output"]) == (1.0, 0.5)
@@ -88,6 +90,10 @@ def test_what_cannot_be_compared_is_refused(pair: tuple[Path, Path], data_dir: P
         parse_config(peers.Config, ["repeats=0"])
     with pytest.raises(ExperimentError, match="batches must be positive numbers, got none"):
         parse_config(peers.Config, ["batches="])
+    with pytest.raises(ExperimentError, match="new_tokens must be at least 2, .*, got 1"):
+        parse_config(peers.Config, ["new_tokens=1"])
+    with pytest.raises(ExperimentError, match="sets must name a prompt set, got none"):
+        parse_config(peers.Config, ["sets="])
     with pytest.raises(ExperimentError, match="peers needs drafter=PATH"):
         list(peers.run(parse_config(peers.Config, [f"target={pair[0]}"])))
     with pytest.raises(ExperimentError, match="must be a Hugging Face folder"):
@@ -98,6 +104,20 @@ def test_what_cannot_be_compared_is_refused(pair: tuple[Path, Path], data_dir: P
     monkeypatch.setattr(peers, "ask", lambda request, timeout_s: {"version": None, "parts": [], "left_out": ["out of memory"]})
     with pytest.raises(ExperimentError, match="specjax itself did not run: out of memory"):
         list(peers.run(config(pair, data_dir)))
+
+
+def test_calls_of_fewer_prompts_than_the_others_are_refused_before_any_system_runs(
+    pair: tuple[Path, Path], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["prompts=20", "batches=1,16"], ["prompts=8", "batches=16"]):
+        with pytest.raises(ExperimentError, match=rf"whole calls of each batch, got {words[0][8:]} for batches of 16"):
+            parse_config(peers.Config, words)
+    assert parse_config(peers.Config, ["prompts=20", "batches=1,16", "max_calls=1"]).prompts == 20
+    monkeypatch.setattr(peers, "ask", lambda request, timeout_s: pytest.fail("a system ran"))
+    with pytest.raises(ExperimentError, match="prompts=12 takes 6 of each set, first has 5"):
+        list(peers.run(config(pair, data_dir, "prompts=12")))
+    with pytest.raises(ValueError, match="prompts must fill whole calls of 2, got 3"):
+        peer_systems.time_calls(lambda rows: pytest.fail("a call ran"), [[1], [2], [3]], batch=2, repeats=1)
 
 
 def test_a_package_that_is_not_installed_is_named_and_a_system_that_fails_keeps_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +145,9 @@ def test_calls_are_warmed_up_with_the_first_and_timed_one_by_one() -> None:
         return [[row[0] * 10] for row in rows]
 
     times = dict(batch=2, repeats=2, warm_ups=2, warmed=lambda: seen.append([]))
-    tokens, seconds = peer_systems.time_calls(decode, [[1], [2], [3]], **times)
-    assert seen == [[1, 2], [1, 2], [], [1, 2], [1, 2], [3], [3]]
-    assert tokens == [[10], [20], [30]]
+    tokens, seconds = peer_systems.time_calls(decode, [[1], [2], [3], [4]], **times)
+    assert seen == [[1, 2], [1, 2], [], [1, 2], [1, 2], [3, 4], [3, 4]]
+    assert tokens == [[10], [20], [30], [40]]
     assert [len(times) for times in seconds] == [2, 2]
 
 
