@@ -229,8 +229,12 @@ class _Maker:
         sparsity = SparsityConfig(attention=self.blocks(keep, rows=rows, budget=self.words.budget))
         if reuse in ("layers", "both"):
             sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=self.anchors or default_anchors(self.model, sparsity)))
-        shared = "" if self.words.budget == "head" else " of a layer"
-        return NamedSparsity("attention", f"{keep:g}{shared}", REUSES[reuse], sparsity)
+        return NamedSparsity("attention", f"{keep:g}{self.whose}", REUSES[reuse], sparsity)
+
+    @property
+    def whose(self) -> str:
+        """What a share of attention is of, where heads do not each have it."""
+        return "" if self.words.budget == "head" else " of a layer"
 
     def control(self, keep: float, control: str) -> NamedSparsity:
         return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=self.blocks(keep, score=control)))
@@ -246,11 +250,13 @@ class _Maker:
     def hybrid(self, word: str) -> NamedSparsity:
         keep, channels, skipped = _parts(word)
         sparsity = SparsityConfig(
-            attention=None if keep is None else self.blocks(keep),
+            attention=None if keep is None else self.blocks(keep, budget=self.words.budget),
             ffn=None if channels is None else self.channels(channels),
             moe=None if skipped is None else self.experts(int(skipped)),
         )
-        return NamedSparsity("hybrid", word, "" if keep is None else REUSES["tokens"], sparsity)
+        if keep is None:
+            return NamedSparsity("hybrid", word, "", sparsity)
+        return NamedSparsity("hybrid", word.replace("+", f"{self.whose}+", 1), REUSES["tokens"], sparsity)
 
     def known(self) -> MLPSamples | Calibration:
         if self.thresholds is None:

@@ -74,6 +74,16 @@ def test_experts_are_skipped_by_medians_and_hybrids_have_all_three():
     assert partly.sparsity.moe is None
 
 
+def test_heads_share_the_blocks_of_attention_and_of_hybrids_where_they_are_a_layers():
+    found = named_settings(
+        words(attention=(0.25,), reuse=("tokens",), controls=(), hybrid=("0.25+0.5+-", "-+0.5+-"), budget="layer"), DENSE
+    )
+    attention, hybrid, channels = found
+    assert attention.sparsity.attention == hybrid.sparsity.attention
+    assert (hybrid.sparsity.attention.budget, channels.sparsity.attention) == ("layer", None)
+    assert [named.setting for named in found] == ["0.25 of a layer", "0.25 of a layer+0.5+-", "-+0.5+-"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
