@@ -260,9 +260,7 @@ class _Maker:
 
     def known(self) -> MLPSamples | Calibration:
         if self.thresholds is None:
-            raise ExperimentError(
-                "thresholds of experts and of their channels are found on texts: give calibration_text=FILE or calibration=FILE"
-            )
+            raise ExperimentError("thresholds of experts and of their channels are those of a calibration: give calibration=FILE")
         return self.thresholds
 
 

@@ -93,7 +93,7 @@ def test_heads_share_the_blocks_of_attention_and_of_hybrids_where_they_are_a_lay
         (dict(hybrid=("0.5+0.5",)), "got '0.5[+]0.5'"),
         (dict(hybrid=("0.5+x+1",)), "got '0.5[+]x[+]1'"),
         (dict(attention=(0.5,), reuse=("layers",), anchors=(1, 2)), "must begin with the first sparse layer"),
-        (dict(moe=(2,)), "give calibration_text=FILE or calibration=FILE"),
+        (dict(moe=(2,)), "are those of a calibration: give calibration=FILE"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(changes, message):
