@@ -28,7 +28,7 @@ from experiments.models import Model, load_drafter, load_model
 from experiments.presets import PRESETS
 from experiments.sparse_comparison import check_window
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import SparseWords, check_weights, named_settings
+from experiments.sparse_settings import SparseWords, block_size_of, check_weights, named_settings
 from experiments.tasks import TaskSource
 from experiments.timed_ways import steady_rates, timed_ways
 
@@ -112,6 +112,7 @@ def run(config: Config) -> Iterator[dict]:
     target = load_model(config.target, **options)
     settings = named_settings(config, target.model.config)
     check_weights(settings, config, target)
+    config = dataclasses.replace(config, block_size=block_size_of(settings))  # of caches from here on: settings have theirs
     if target.checkpoint is None:
         yield from timed_ways(config, target, settings)
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
     except ValueError as error:
         raise ExperimentError(str(error)) from None
     return found
+
+
+def block_size_of(settings: Sequence[NamedSparsity]) -> int:
+    """Tokens that are whole blocks of every setting: caches that all of them share are multiples of it. Calibrated ones bring their own."""
+    return math.lcm(*(named.sparsity.attention.block_size for named in settings if named.sparsity.attention is not None))
 
 
 def check_weights(settings: Sequence[NamedSparsity], words: SparseWords, target: Model) -> None:
