@@ -25,11 +25,12 @@ from typing import Any
 from experiments.decoded_ways import Workload
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, load_drafter, load_model
+from experiments.presets import PRESETS
 from experiments.sparse_comparison import check_window
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import SparseWords, check_weights, named_settings
+from experiments.sparse_settings import SparseWords, block_size_of, check_weights, named_settings
 from experiments.tasks import TaskSource
-from experiments.timed_ways import timed_ways
+from experiments.timed_ways import steady_rates, timed_ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,11 @@ class Config(SparseWords):
     compile_threads: int = 8
     cache_dir: str | None = local_field()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target in PRESETS:  # before its weights are made
+            steady_rates(self.mean_acceptance_length, self.num_speculative_tokens)
+
 
 def run(config: Config) -> Iterator[dict]:
     """A row a way, and for the sparse ones a row a setting."""
@@ -106,6 +112,7 @@ def run(config: Config) -> Iterator[dict]:
     target = load_model(config.target, **options)
     settings = named_settings(config, target.model.config)
     check_weights(settings, config, target)
+    config = dataclasses.replace(config, block_size=block_size_of(settings))  # of caches from here on: settings have theirs
     if target.checkpoint is None:
         yield from timed_ways(config, target, settings)
         return

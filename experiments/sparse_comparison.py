@@ -238,7 +238,10 @@ def sample_texts(target: Model, path: Path) -> MLPSamples:
         ExperimentError: There is no such file, or it is too short.
     """
     if not path.is_file() or target.checkpoint is None:
-        raise ExperimentError(f"thresholds of experts are found on texts: give calibration_text=FILE, got {str(path)!r}")
+        raise ExperimentError(
+            "thresholds of experts and of their channels are found on texts: give calibration_text=FILE or calibration=FILE, "
+            f"got calibration_text={path}"
+        )
     tokens = target.checkpoint.tokenizer()(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
     length = min(_CALIBRATION_TOKENS, target.model.config.max_position_embeddings, len(tokens))
     rows = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)][:_CALIBRATION_ROWS]

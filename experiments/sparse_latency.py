@@ -30,7 +30,7 @@ import numpy as np
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.mid_decode import Middle, decoding_loop, does_not_fit
 from experiments.models import Model, load_model
-from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, laid_out_for, named_settings
+from experiments.sparse_settings import DENSE, NamedSparsity, SparseWords, block_size_of, laid_out_for, named_settings
 from experiments.timing import time_loops
 from specjax import NoDraft
 from specjax.models.kv_cache import KVCache
@@ -109,7 +109,7 @@ def _case(config: Config, target: Model, settings: list[NamedSparsity], *, batch
     """Dense and sparse steps over one cache."""
     made: dict[str, Model] = {}
     middle = Middle(
-        batch=batch, context=context, num_steps=config.long_steps, num_speculative_tokens=rows - 1, block_size=config.block_size
+        batch=batch, context=context, num_steps=config.long_steps, num_speculative_tokens=rows - 1, block_size=block_size_of(settings)
     )
     cache = middle.target_cache(target.model, jax.random.key(1))
 

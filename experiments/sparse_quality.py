@@ -20,7 +20,6 @@ of the prompts, in tokens.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import load_drafter, load_model
 from experiments.sparse_comparison import Comparison, sample_texts
 from experiments.sparse_pair import Pair
-from experiments.sparse_settings import SparseWords, check_weights, named_settings
+from experiments.sparse_settings import SparseWords, block_size_of, check_weights, named_settings
 from experiments.tasks import TaskSource
 from experiments.trade_off import trade_off
 
@@ -121,7 +120,7 @@ def run(config: Config) -> Iterator[dict]:
         resamples=config.resamples,
         compile_threads=config.compile_threads,
         implementation=config.implementation,
-        block_size=math.lcm(*(named.sparsity.attention.block_size for named in settings if named.sparsity.attention)),
+        block_size=block_size_of(settings),
         share_prefill=config.share_prefill,
     )
     for task in tasks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,11 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
     return found
 
 
+def block_size_of(settings: Sequence[NamedSparsity]) -> int:
+    """Tokens that are whole blocks of every setting: caches that all of them share are multiples of it. Calibrated ones bring their own."""
+    return math.lcm(*(named.sparsity.attention.block_size for named in settings if named.sparsity.attention is not None))
+
+
 def check_weights(settings: Sequence[NamedSparsity], words: SparseWords, target: Model) -> None:
     """Settings out of a calibration are of this target's weights, as far as both sides know where those came from.
 
@@ -229,8 +235,12 @@ class _Maker:
         sparsity = SparsityConfig(attention=self.blocks(keep, rows=rows, budget=self.words.budget))
         if reuse in ("layers", "both"):
             sparsity = dataclasses.replace(sparsity, reuse=Reuse(anchors=self.anchors or default_anchors(self.model, sparsity)))
-        shared = "" if self.words.budget == "head" else " of a layer"
-        return NamedSparsity("attention", f"{keep:g}{shared}", REUSES[reuse], sparsity)
+        return NamedSparsity("attention", f"{keep:g}{self.whose}", REUSES[reuse], sparsity)
+
+    @property
+    def whose(self) -> str:
+        """What a share of attention is of, where heads do not each have it."""
+        return "" if self.words.budget == "head" else " of a layer"
 
     def control(self, keep: float, control: str) -> NamedSparsity:
         return NamedSparsity(control, f"{keep:g}", REUSES["tokens"], SparsityConfig(attention=self.blocks(keep, score=control)))
@@ -246,17 +256,17 @@ class _Maker:
     def hybrid(self, word: str) -> NamedSparsity:
         keep, channels, skipped = _parts(word)
         sparsity = SparsityConfig(
-            attention=None if keep is None else self.blocks(keep),
+            attention=None if keep is None else self.blocks(keep, budget=self.words.budget),
             ffn=None if channels is None else self.channels(channels),
             moe=None if skipped is None else self.experts(int(skipped)),
         )
-        return NamedSparsity("hybrid", word, "" if keep is None else REUSES["tokens"], sparsity)
+        if keep is None:
+            return NamedSparsity("hybrid", word, "", sparsity)
+        return NamedSparsity("hybrid", word.replace("+", f"{self.whose}+", 1), REUSES["tokens"], sparsity)
 
     def known(self) -> MLPSamples | Calibration:
         if self.thresholds is None:
-            raise ExperimentError(
-                "thresholds of experts and of their channels are found on texts: give calibration_text=FILE or calibration=FILE"
-            )
+            raise ExperimentError("thresholds of experts and of their channels are those of a calibration: give calibration=FILE")
         return self.thresholds
 
 

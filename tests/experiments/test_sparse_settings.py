@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.experiment import ExperimentError
+from experiments import five_ways, sparse_latency
+from experiments.experiment import ExperimentError, parse_config
 from experiments.models import Model
 from experiments.sparse_settings import SparseWords, check_weights, laid_out_for, named_settings
+from experiments.timed_ways import Case
 from specjax import MoEConfig, SparseAttention, SparsityConfig
 from specjax.sparsity.calibrated_for import CalibratedFor
 from specjax.sparsity.calibration import MLPSamples
@@ -74,6 +76,16 @@ def test_experts_are_skipped_by_medians_and_hybrids_have_all_three():
     assert partly.sparsity.moe is None
 
 
+def test_heads_share_the_blocks_of_attention_and_of_hybrids_where_they_are_a_layers():
+    found = named_settings(
+        words(attention=(0.25,), reuse=("tokens",), controls=(), hybrid=("0.25+0.5+-", "-+0.5+-"), budget="layer"), DENSE
+    )
+    attention, hybrid, channels = found
+    assert attention.sparsity.attention == hybrid.sparsity.attention
+    assert (hybrid.sparsity.attention.budget, channels.sparsity.attention) == ("layer", None)
+    assert [named.setting for named in found] == ["0.25 of a layer", "0.25 of a layer+0.5+-", "-+0.5+-"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -83,7 +95,7 @@ def test_experts_are_skipped_by_medians_and_hybrids_have_all_three():
         (dict(hybrid=("0.5+0.5",)), "got '0.5[+]0.5'"),
         (dict(hybrid=("0.5+x+1",)), "got '0.5[+]x[+]1'"),
         (dict(attention=(0.5,), reuse=("layers",), anchors=(1, 2)), "must begin with the first sparse layer"),
-        (dict(moe=(2,)), "give calibration_text=FILE or calibration=FILE"),
+        (dict(moe=(2,)), "are those of a calibration: give calibration=FILE"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(changes, message):
@@ -167,3 +179,36 @@ def test_channels_are_gathered_from_weights_laid_out_for_it_which_are_made_once(
 def test_refreshes_are_of_all_settings():
     found = named_settings(words(attention=(0.5,), ffn=(0.5,), refresh_every=4), DENSE)
     assert {named.sparsity.refresh_every for named in found} == {4}
+
+
+class _Seen(Exception):
+    pass
+
+
+def test_caches_are_whole_blocks_of_calibrated_settings_too(tmp_path, monkeypatch):
+    setting = SparsityConfig(attention=SparseAttention(keep=0.2, block_size=48)).to_json()
+    row = {"kind": "setting", "setting": "mild", "sparsity": setting, "token_agreement": 0.97, "bytes_ratio": 0.9, "flops_ratio": 0.8}
+    path = tmp_path / "calibrate.json"
+    path.write_text(json.dumps({"rows": [row]}))
+    asked = ("attention=0.25", "reuse=tokens", "block_size=32", f"calibration={path}", "agreements=0.95", "contexts=128", "dtype=float32")
+    target = Model("tiny", *random_model(tiny_config()), "random")
+    capacities = []
+
+    def seen(model, params, drafter, drafter_params, place, **settings):
+        capacities.append(place.capacity)
+        raise _Seen
+
+    monkeypatch.setattr(sparse_latency, "load_model", lambda name, **options: target)
+    monkeypatch.setattr(sparse_latency, "decoding_loop", seen)
+    with pytest.raises(_Seen):
+        list(sparse_latency.run(parse_config(sparse_latency.Config, asked)))
+
+    def ways(config, target, settings):
+        capacities.append(Case(config=config, target=target, drafter=None, batch=1, context=128).middle.capacity)
+        yield {}
+
+    monkeypatch.setattr(five_ways, "load_model", lambda name, **options: target)
+    monkeypatch.setattr(five_ways, "timed_ways", ways)
+    list(five_ways.run(parse_config(five_ways.Config, ("target=tiny", *asked))))
+    assert len(capacities) == 2
+    assert [(capacity % 32, capacity % 48) for capacity in capacities] == [(0, 0)] * 2

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
+import typer
 
 from experiments import five_ways, sparse_times, timed_ways
 from experiments.experiment import ExperimentError, parse_config
@@ -102,3 +103,20 @@ def test_one_command_gives_both_experiments_the_settings_that_they_have(monkeypa
     assert set(ways[1]) == {"target=llama31_8b", "drafter=eagle3", "batches=2", "contexts=64", "dense_acceptances=0.5"}
     with pytest.raises(Exception, match="neither experiment has a setting nonsense"):
         sparse_times.main(["nonsense=1"], out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["five_ways.batches=x"], "five_ways: batches must be a comma-separated list of int, got 'x'"),
+        (["mean_acceptance_length=9"], "five_ways: mean_acceptance_length must be from 1 to 6 for 5 draft tokens, got 9.0"),
+        (["contexts"], "expected key=value, got 'contexts'"),
+        (["batches=1", "batches=8"], "key 'batches' is given twice"),
+    ],
+)
+def test_words_that_either_experiment_refuses_are_refused_before_one_runs(words, message, monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(sparse_times.run, "main", lambda name, words, **options: calls.append(name))
+    with pytest.raises(typer.BadParameter, match=message):
+        sparse_times.main(words, out=tmp_path)
+    assert calls == []
