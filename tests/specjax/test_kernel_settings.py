@@ -28,7 +28,15 @@ def test_one_implementation_is_for_all_operations_that_have_it() -> None:
     ("text", "message"),
     [
         ("fast", "no operation has the implementation 'fast'"),
-        ("attention=fast", r"Kernels.attention must be one of \('auto', 'reference', 'triton'\), got 'fast'"),
+        ("attention=fast", r"Kernels.attention: implementation must be one of \('auto', 'reference', 'triton'\), got 'fast'"),
+        ("attention=reference@3", "Kernels.attention: implementation must be one of .*, got 'reference@3'"),
+        ("experts=dense@4", "Kernels.experts: implementation must be one of .*, got 'dense@4'"),
+        ("channels=auto@1", "Kernels.channels: implementation must be one of .*, got 'auto@1'"),
+        ("cache_write=triton@1:2", "Kernels.cache_write: implementation must be one of .*, got 'triton@1:2'"),
+        ("draft_head=triton@foo", "Kernels.draft_head: implementation must be one of .*, got 'triton@foo'"),
+        ("projections=triton@1:2", "Kernels.projections: expected triton@BLOCK_D:.*, got '1:2' behind the @"),
+        ("experts=triton@32:64:64:4:99", "Kernels.experts: ExpertTuning.num_stages must be an int from 1 to .*, got 99"),
+        ("attention=triton+attention=reference", "expected each field once, got 'attention=triton[+]attention=reference'"),
         (
             "norms=triton",
             "expected fields of attention, .*, expert_choice, experts, channels, draft_head, got 'norms=triton'",
