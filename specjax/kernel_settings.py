@@ -43,8 +43,8 @@ class Kernels:
 
     Attributes:
         attention: `cached_attention`, `block_sparse_attention` and `block_selection` (which is never cut otherwise).
-        projections: `few_row_linear`: queries, keys and values, output, gate and up, down, and a drafter's fusion of features, with the
-            norm before and the residual behind them.
+        projections: `few_row_linear`: queries, keys and values, output, gate and up, down, a drafter's fusion of features, with the norm
+            before and the residual behind them, and the blocks of Medusa's and Hydra's heads.
         cache_write: `rope_and_write`.
         expert_choice: `expert_choice`, a router's.
         experts: `expert_products`. For gradients through a mixture of experts `"dense"`.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax import Kernels, MoEConfig, SparseFFN, SparsityConfig
+from specjax import Kernels, LowRankHead, MoEConfig, SparseFFN, SparsityConfig
+from specjax.drafting.hidden_state_drafter import HiddenState
+from specjax.state import Context
+from tests.drafters import hydra, medusa
 from tests.helpers import random_model, tiny_config
 
 MIXTURE = MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16)
@@ -56,3 +61,20 @@ def test_a_forced_kernel_without_a_device_says_what_is_missing_before_anything_r
     sparsity = SparsityConfig(ffn=SparseFFN(keep=0.4)) if field == "channels" else None
     with pytest.raises(ValueError, match="needs a CUDA device, and JAX computes on 'cpu' here"):
         jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32), cache, sparsity=sparsity))
+
+
+@pytest.mark.parametrize("make", [medusa, hydra])
+@pytest.mark.parametrize("field", ["projections", "draft_head"])
+def test_the_heads_of_medusa_and_of_hydra_run_what_kernels_names(make: Callable[..., Any], field: str) -> None:
+    target, target_params = random_model(tiny_config(num_layers=1))
+    drafter, params = make(target, target_params, head=LowRankHead(rank=8))
+    forced = dataclasses.replace(drafter, model=drafter.model.clone(kernels=Kernels(**{field: "triton"})))
+
+    def propose(drafter: Any) -> Any:
+        state, context = HiddenState(jnp.zeros((1, 32))), Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32))
+        options: dict[str, Any] = dict(num_speculative_tokens=2, sampling=None, row_keys=jax.random.split(jax.random.key(0), 1))
+        return drafter.propose(params, state, context, **options)
+
+    jax.eval_shape(lambda: propose(drafter))
+    with pytest.raises(ValueError, match="needs a CUDA device, and JAX computes on 'cpu' here"):
+        jax.eval_shape(lambda: propose(forced))
