@@ -37,9 +37,10 @@ class Kernels:
     """A name for each kind of operation.
 
     `"auto"` takes what was measured to be the fastest on this device at this shape, and the reference where nothing was measured.
-    `"reference"` is XLA's. `"triton"` raises where it cannot run, and says what is missing; passes of more rows than a kernel is for, such
-    as a prefill, are the reference's all the same. `"triton@..."` also says how the work is cut; see each operation. With several devices
-    `"auto"` is the reference, and a forced kernel would gather what is sharded.
+    `"reference"` is XLA's. `"triton"` raises where it cannot run, and says what is missing. XLA's all the same are: passes of more rows
+    than a kernel is for, such as a prefill; what `jax.vmap` maps; products of a sparse network that are of all its channels, and of a dense
+    one the gate and up that `split_gate_up` made; and the choice among more than 16384 channels. `"triton@..."` also says how the work is
+    cut; see each operation. With several devices `"auto"` is the reference, and a forced kernel would gather what is sharded.
 
     Attributes:
         attention: `cached_attention`, `block_sparse_attention` and `block_selection` (which is never cut otherwise).
@@ -47,8 +48,8 @@ class Kernels:
             before and the residual behind them, and the blocks of Medusa's and Hydra's heads.
         cache_write: `rope_and_write`.
         expert_choice: `expert_choice`, a router's.
-        experts: `expert_products`. For gradients through a mixture of experts `"dense"`.
-        channels: `largest` and `gathered_ffn`, of a sparse feed-forward network.
+        experts: `expert_products`; a kernel of it leaves no channels out. For gradients through a mixture of experts `"dense"`.
+        channels: `largest` and `gathered_ffn`, of a sparse feed-forward network; a kernel of the second needs params of `split_gate_up`.
         draft_head: `low_rank_argmax`, the greedy pick of a low-rank draft head.
 
     Raises:

@@ -12,6 +12,7 @@ import pytest
 
 from specjax import Kernels, LowRankHead, MoEConfig, SparseFFN, SparsityConfig
 from specjax.drafting.hidden_state_drafter import HiddenState
+from specjax.models.projections import split_gate_up
 from specjax.state import Context
 from tests.drafters import hydra, medusa
 from tests.helpers import random_model, tiny_config
@@ -57,10 +58,31 @@ def test_what_does_not_exist_is_refused(text: str, message: str) -> None:
 def test_a_forced_kernel_without_a_device_says_what_is_missing_before_anything_runs(field: str) -> None:
     model, params = random_model(tiny_config(num_layers=1, head_dim=16, moe=MIXTURE if "expert" in field else None))
     model = model.clone(kernels=Kernels(**{field: "triton"}))
+    params = split_gate_up(params) if field == "channels" else params
     cache = model.init_cache(batch_size=1, capacity=4)
     sparsity = SparsityConfig(ffn=SparseFFN(keep=0.4)) if field == "channels" else None
     with pytest.raises(ValueError, match="needs a CUDA device, and JAX computes on 'cpu' here"):
         jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 1), jnp.int32), cache, sparsity=sparsity))
+
+
+@pytest.mark.parametrize(
+    ("field", "sparse", "message"),
+    [
+        ("experts", SparseFFN(select="threshold", per="token", tau=0.1), "a GatedUnit .* by a threshold is not; got 1 rows"),
+        ("channels", SparseFFN(keep=0.4), r"Kernels\(channels='triton'\) .* needs the params of split_gate_up, got gate_up"),
+    ],
+)
+def test_a_forced_kernel_that_could_never_run_is_refused(field: str, sparse: SparseFFN, message: str) -> None:
+    model, params = random_model(tiny_config(num_layers=1, moe=MIXTURE if field == "experts" else None))
+    cache = model.init_cache(batch_size=1, capacity=4)
+
+    def sparse_pass(implementation: str) -> Any:
+        one = model.clone(kernels=Kernels(**{field: implementation}))
+        return one.apply({"params": params}, jnp.zeros((1, 1), jnp.int32), cache, sparsity=SparsityConfig(ffn=sparse))
+
+    jax.eval_shape(lambda: sparse_pass("auto"))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: sparse_pass("triton"))
 
 
 @pytest.mark.parametrize("make", [medusa, hydra])
