@@ -119,8 +119,7 @@ def load_model(
         raise ExperimentError(f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a path that exists")
     path = converted(path, dtype=dtype, cache_dir=cache_dir, target=target)
     checkpoint = load_checkpoint(path, dtype=jnp.dtype(dtype))
-    has_kernels = hasattr(checkpoint.model, "kernels")  # Medusa's and Hydra's heads have none
-    model = checkpoint.model.clone(kernels=Kernels.of(implementation)) if has_kernels else checkpoint.model
+    model = checkpoint.model.clone(kernels=Kernels.of(implementation))
     name = Path(checkpoint.metadata.get("source") or path.name).name.removesuffix(".gguf")
     return Model(name, model, checkpoint.params, stored_as(checkpoint.metadata, dtype), checkpoint, path)
 

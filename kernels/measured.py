@@ -121,7 +121,10 @@ def check_implementation(op: str, implementation: str, implementations: tuple[st
     if name not in implementations or (at and (name != "triton" or tuning is None)):
         raise ValueError(f"{op}: implementation must be one of {implementations}, got {implementation!r}")
     if at and tuning is not None:
-        tuning.of_text(text)
+        try:
+            tuning.of_text(text)
+        except ValueError as error:
+            raise ValueError(f"{op}: {error}") from None
 
 
 def kernel_choice(implementation: str, shape: Shape, dtype: Any) -> tuple[bool, str]:

@@ -14,6 +14,7 @@ from specjax.kernels.expert_products.dense import expert_products_dense
 from specjax.kernels.expert_products.grouped import expert_products_grouped
 from specjax.kernels.expert_products.reference import expert_products_reference
 from specjax.kernels.expert_products.triton_launch import ExpertTuning, expert_products_triton, serves
+from specjax.kernels.gated_unit import GatedUnit
 from specjax.kernels.measured import check_implementation, kernel_choice, with_derivative_of
 from specjax.kernels.shapes import ExpertShape
 
@@ -51,8 +52,8 @@ def expert_products(
         down_bias: `[E,D]` or `None`.
         implementation: `"reference"` gathers the experts of each row; `"grouped"` loops over blocks of rows that share an expert;
             `"dense"` runs every row through every expert; `"triton"` is a kernel that reads the chosen experts once, for up to 64 rows
-            and a `GatedUnit` as activation (other calls, such as a prefill, are those of `"auto"` without it), and `"triton@..."` also
-            says how its work is cut; see `ExpertTuning`. `"auto"` takes what is fastest: on a CPU `grouped` (for few bfloat16 rows
+            (more, such as a prefill's, are those of `"auto"` without it) and a `GatedUnit` as activation, and `"triton@..."` also says how
+            its work is cut; see `ExpertTuning`. `"auto"` takes what is fastest: on a CPU `grouped` (for few bfloat16 rows
             `reference`), elsewhere `triton` where it was measured to be (see `specjax.kernels.measured`), or else `reference` for few rows
             and `dense` for more. `"grouped"` has no reverse-mode derivative, for its loop's length depends on what was chosen, and so
             neither has `"auto"`; the others have.
@@ -63,7 +64,7 @@ def expert_products(
         `[M,O]` in the dtype of `x`, added up in float32.
 
     Raises:
-        ValueError: Shapes that disagree, or an unknown implementation.
+        ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
     """
     check_implementation("expert_products", implementation, IMPLEMENTATIONS, tuning=ExpertTuning)
     if gate_up.ndim != 4 or x.shape[1:] != gate_up.shape[1:2] or down.shape[:2] != (gate_up.shape[0], gate_up.shape[3]):
@@ -86,7 +87,7 @@ def expert_products(
     # On a CPU the loop is the faster for any number of rows, but XLA of JAX 0.10 converts bfloat16 experts to float32 for it, all of them.
     on_cpu = "reference" if elsewhere == "reference" and x.dtype != jnp.float32 else "grouped"
     branches = {"cpu": positional(_RUN[on_cpu]), "default": positional(_RUN[elsewhere])}
-    if serves(experts, activation):
+    if serves(experts.shape) and (implementation != "auto" or isinstance(activation, GatedUnit)):
         runs, cut = kernel_choice(implementation, ExpertShape.of(experts.shape, gate_up.shape), gate_up.dtype)
         kernel = functools.partial(expert_products_triton, tuning=ExpertTuning.of_text(cut) if cut else None)
         # The loop has no derivative, and the reference gathers a copy of an expert for each pair.

@@ -11,6 +11,7 @@ Aims at the memory's bandwidth: the bytes of the chosen experts. bfloat16, float
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -72,14 +73,9 @@ def default_tuning(*, num_rows: int, itemsize: int) -> ExpertTuning:
     return ExpertTuning(channels=32, outputs=64, depth=depth * 2 // itemsize)
 
 
-def serves(experts: jax.Array, activation: Callable[..., Any]) -> bool:
-    """Whether these kernels are meant for such a call.
-
-    Args:
-        experts: `[M,C]`.
-        activation: As in `expert_products`.
-    """
-    return experts.shape[0] <= MAX_ROWS and experts.size <= MAX_PAIRS and isinstance(activation, GatedUnit)
+def serves(shape: tuple[int, ...]) -> bool:
+    """Whether these kernels are meant for choices `[M,C]` of such a shape."""
+    return shape[0] <= MAX_ROWS and math.prod(shape) <= MAX_PAIRS
 
 
 def expert_products_triton(
@@ -100,12 +96,12 @@ def expert_products_triton(
     Raises:
         ValueError: More rows or pairs, an activation or dtypes that the kernels were not written for, or no device or package to run them.
     """
-    if not serves(experts, activation):
+    if not (serves(experts.shape) and isinstance(activation, GatedUnit)):
         raise ValueError(
-            f"expert_products: implementation 'triton' is for up to {MAX_ROWS} rows and {MAX_PAIRS} pairs, and a GatedUnit between them; "
-            f"got {experts.shape[0]} rows, {experts.size} pairs and {activation!r}"
+            f"expert_products: implementation 'triton' is for up to {MAX_ROWS} rows and {MAX_PAIRS} pairs, and a GatedUnit between them, "
+            "which one that leaves channels out by a threshold is not; "
+            f"got {experts.shape[0]} rows, {experts.size} pairs and a {type(activation).__name__}"
         )
-    assert isinstance(activation, GatedUnit)
     if {array.dtype for array in (x, gate_up, down)} - {jnp.dtype(dtype) for dtype in _DTYPES}:
         raise ValueError(
             f"expert_products: implementation 'triton' needs 16- or 32-bit floats, got {x.dtype}, {gate_up.dtype}, {down.dtype}"
@@ -117,7 +113,7 @@ def expert_products_triton(
     sizes: dict[str, Any] = dict(NUM_PAIRS=num_pairs, NUM_EXPERTS=num_experts, FFN=ffn, BLOCK_D=tuning.depth)
     # No more rows than that choose one expert, if none chooses it twice: each expert's weights are then read by one block.
     sizes |= dict(BLOCK_M=padded(num_rows), BLOCK_P=power_of_two(num_pairs))
-    options = dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+    options: dict[str, Any] = dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
     unread = weights.astype(jnp.float32)  # stands where a kernel reads nothing, too
     clamp = dict(IS_CLAMPED=activation.limit is not None, LIMIT=float(activation.limit or 0), ALPHA=float(activation.alpha))
     (inner,) = triton_call(

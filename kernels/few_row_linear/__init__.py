@@ -38,7 +38,7 @@ def few_row_linear(
         x: `[..., D]`; `Normed` rows are normed on the way.
         weight: `[D, ...]`, `[D,2,N]` where gated.
         bias: The weight's shape without D.
-        residual: The result's shape.
+        residual: The result's shape, in the dtype of `x`.
         gated: Static.
         implementation: `"auto"`, `"reference"` or `"triton"`, for up to 64 rows in all: more, such as a prefill's, are the reference's.
             `"triton@..."` also says how the work is cut; see `LinearTuning`.
@@ -47,7 +47,7 @@ def few_row_linear(
         `[..., *weight.shape[1:]]`, `[..., N]` where gated, in the dtype of `x`.
 
     Raises:
-        ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
+        ValueError: Shapes that disagree, a residual of another dtype, an unknown implementation, or one that cannot run here.
     """
     check_implementation("few_row_linear", implementation, IMPLEMENTATIONS, tuning=LinearTuning)
     columns = weight.shape[1:]
@@ -59,6 +59,8 @@ def few_row_linear(
         raise ValueError(f"few_row_linear: expected a bias of shape {columns}, got {bias.shape}")
     if residual is not None and residual.shape != result:
         raise ValueError(f"few_row_linear: expected a residual of shape {result}, got {residual.shape}")
+    if residual is not None and residual.dtype != x.dtype:  # one of more digits would lose them in the sum, or change the result's dtype
+        raise ValueError(f"few_row_linear: expected a residual of {x.dtype}, as the rows are, got {residual.dtype}")
     reference = functools.partial(few_row_linear_reference, gated=gated)
     arrays = x, weight, bias, residual
     num_rows = math.prod(x.shape[:-1])

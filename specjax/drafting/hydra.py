@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.checks import require_size
 from specjax.drafting.heads import DraftHead, FullHead, HeadScores
 from specjax.drafting.heads.draft_head import declare_head, require_head
+from specjax.kernel_settings import Kernels
 from specjax.kernels.few_row_linear import few_row_linear
 from specjax.models.layers import PROJECTION_INIT, PureModule
 
@@ -54,15 +55,18 @@ class Hydra(PureModule):
         config: Sizes.
         dtype: Compute dtype; scores are float32.
         param_dtype: Dtype that `init` gives the parameters; token ids are int32 whatever it is.
+        kernels: Its `projections` for the blocks, its `draft_head` for a greedy pick.
     """
 
     config: HydraConfig
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         """Declares the parameters."""
-        self.heads = [_Head(self.config, self.param_dtype, index, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
+        own = self.config, self.param_dtype, self.kernels.projections
+        self.heads = [_Head(*own, index, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
 
     def __call__(self, hidden: jax.Array, embeddings: jax.Array, target_head: jax.Array | None = None) -> HeadScores:
         """Scores of head i, which is the one that i + 1 tokens are known to.
@@ -109,6 +113,7 @@ class Hydra(PureModule):
 class _Head(nn.Module):
     config: HydraConfig
     param_dtype: jnp.dtype
+    implementation: str  # of the blocks' products
     index: int
 
     def setup(self) -> None:
@@ -125,8 +130,8 @@ class _Head(nn.Module):
     def blocks_of(self, x: jax.Array) -> jax.Array:
         """`residual(x) + silu(linear(x))` for each block."""
         for index, block in enumerate(self.blocks):
-            inner = nn.silu(_linear(x, *block))
-            x = inner + (x if index or self.residual is None else _linear(x, *self.residual))
+            inner = nn.silu(self._linear(x, *block))
+            x = inner + (x if index or self.residual is None else self._linear(x, *self.residual))
         return x
 
     def _declare(self, name: str, num_inputs: int) -> tuple[jax.Array, jax.Array]:
@@ -134,6 +139,5 @@ class _Head(nn.Module):
         weight = self.param(name, PROJECTION_INIT, (num_inputs, width), dtype)
         return weight, self.param(f"{name}_bias", nn.initializers.zeros, (width,), dtype)
 
-
-def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
-    return few_row_linear(x, weight, bias=bias)
+    def _linear(self, x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+        return few_row_linear(x, weight, bias=bias, implementation=self.implementation)

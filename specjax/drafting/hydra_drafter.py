@@ -70,7 +70,7 @@ class HydraDrafter(HiddenStateDrafter):
         embeddings, picks = _embed(params, jnp.take_along_axis(context.tokens, last, axis=1)), []
         for key in split_row_keys(row_keys, min(num_speculative_tokens, cfg.num_draft_heads)):
             scores = self.model.apply(variables, state.hidden, embeddings, params.get(TARGET_HEAD))
-            picks.append(pick(scores, sampling, key, vocab_size=cfg.vocab_size))
+            picks.append(pick(scores, sampling, key, vocab_size=cfg.vocab_size, implementation=self.model.kernels.draft_head))
             embeddings = jnp.concatenate([embeddings, _embed(params, picks[-1].tokens[:, None])], axis=1)
         return padded_draft(draft_of(picks), num_speculative_tokens), state
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from specjax.checks import require_size
 from specjax.drafting.heads import DraftHead, FullHead, HeadScores
 from specjax.drafting.heads.draft_head import declare_head, require_head
+from specjax.kernel_settings import Kernels
 from specjax.kernels.few_row_linear import few_row_linear
 from specjax.models.layers import PROJECTION_INIT, PureModule
 
@@ -54,15 +55,18 @@ class Medusa(PureModule):
         config: Sizes.
         dtype: Compute dtype; scores are float32.
         param_dtype: Dtype that `init` gives the parameters; token ids are int32 whatever it is.
+        kernels: Its `projections` for the blocks, its `draft_head` for a greedy pick.
     """
 
     config: MedusaConfig
     dtype: jnp.dtype = jnp.bfloat16
     param_dtype: jnp.dtype = jnp.bfloat16
+    kernels: Kernels = Kernels()
 
     def setup(self) -> None:
         """Declares the parameters."""
-        self.heads = [_Head(self.config, self.param_dtype, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
+        own = self.config, self.param_dtype, self.kernels.projections
+        self.heads = [_Head(*own, name=f"head_{index}") for index in range(self.config.num_draft_heads)]
 
     def __call__(self, hidden: jax.Array, target_head: jax.Array | None = None) -> tuple[HeadScores, ...]:
         """Scores of every head.
@@ -95,6 +99,7 @@ class Medusa(PureModule):
 class _Head(nn.Module):
     config: MedusaConfig
     param_dtype: jnp.dtype
+    implementation: str  # of the blocks' products
 
     def setup(self) -> None:
         cfg, dtype = self.config, self.param_dtype
@@ -110,5 +115,6 @@ class _Head(nn.Module):
     def blocks_of(self, x: jax.Array) -> jax.Array:
         """`x + silu(x W + b)` for each block."""
         for index, weight in enumerate(self.blocks):
-            x = x + nn.silu(few_row_linear(x, weight, bias=self.biases[index] if self.config.block_bias else None))
+            bias = self.biases[index] if self.config.block_bias else None
+            x = x + nn.silu(few_row_linear(x, weight, bias=bias, implementation=self.implementation))
         return x

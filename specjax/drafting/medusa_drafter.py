@@ -69,5 +69,6 @@ class MedusaDrafter(HiddenStateDrafter):
         keys = split_row_keys(row_keys, min(num_speculative_tokens, cfg.num_draft_heads))
         # Heads beyond G are not computed: nothing reads their scores.
         all_scores = self.model.apply({"params": params[NETWORK]}, state.hidden, params.get(TARGET_HEAD))
-        picks = [pick(scores, sampling, key, vocab_size=cfg.vocab_size) for scores, key in zip(all_scores, keys, strict=False)]
+        options: dict[str, Any] = dict(vocab_size=cfg.vocab_size, implementation=self.model.kernels.draft_head)
+        picks = [pick(scores, sampling, key, **options) for scores, key in zip(all_scores, keys, strict=False)]
         return padded_draft(draft_of(picks), num_speculative_tokens), state

@@ -45,6 +45,18 @@ class Projections:
         assert self.gate is not None
         return self._with_bias(product(x, self.gate), 0)
 
+    def require_rows(self, implementation: str) -> None:
+        """Refuses a forced kernel that reads single channels, where the layout has no row a channel.
+
+        Args:
+            implementation: Of `gathered_ffn`.
+
+        Raises:
+            ValueError: `"triton"`, and the two are not split.
+        """
+        if implementation == "triton" and self.gate_up is not None:
+            raise ValueError("Kernels(channels='triton') reads rows of up: it needs the params of split_gate_up, got gate_up")
+
     def out(self, inner: jax.Array) -> jax.Array:
         """The down projection of all channels."""
         return self.with_down_bias(product(inner, self.down))

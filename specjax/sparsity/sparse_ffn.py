@@ -13,7 +13,6 @@ copies gathered rows, and so moves three times their bytes; the kernels of `gath
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -165,13 +164,15 @@ def sparse_feed_forward(
         `[B,T,D]`, and what was kept.
 
     Raises:
-        ValueError: `"threshold"` without a tau.
+        ValueError: `"threshold"` without a tau, or an implementation that the layout of the weights has no rows for.
     """
     if sparse.select == "threshold" and tau is None:
         raise ValueError("SparseFFN(select='threshold') needs tau, the layer's threshold; got None")
     size, batch = weights.down.shape[0], x.shape[:2]
     contributing = _group(_contributing(sparse, counted, batch), sparse)
     gathered = sparse.select == "top_k" and _gathers(sparse, num_groups=contributing.shape[0], size=size)
+    if gathered:
+        weights.require_rows(implementation)
     up = None
     if gathered and weights.gate_up is None:
         activated = unit.activate(weights.gate_half(x))
@@ -183,8 +184,8 @@ def sparse_feed_forward(
         channels = largest(scores, sparse.num_channels(size), implementation=implementation)
         kept = _mask(channels, size)
         up = None if up is None else _group(up, sparse)
-        gathers = functools.partial(_gathered, unit=unit, implementation=implementation)
-        out = gathers(_group(x, sparse), _group(activated, sparse), up, channels, weights).reshape(x.shape)
+        options: dict[str, Any] = dict(unit=unit, implementation=implementation)
+        out = _gathered(_group(x, sparse), _group(activated, sparse), up, channels, weights, **options).reshape(x.shape)
     else:
         assert up is not None
         kept = keep_channels(scores, sparse, tau, implementation=implementation)

@@ -9,7 +9,7 @@ from experiments import acceptance
 from experiments.experiment import ExperimentError, parse_config
 from experiments.models import load_drafter, load_model
 from experiments.prompts import load_prompts
-from specjax import DraftModel, MedusaDrafter
+from specjax import DraftModel, Kernels, MedusaDrafter
 from specjax.checkpoints.store import read_model
 from tests.checkpoints import published_drafters
 from tests.drafters import write_drafter
@@ -64,8 +64,9 @@ def test_published_heads_are_converted_for_the_target_and_kept(target_path, tmp_
     options = dict(dtype="float32", cache_dir=str(tmp_path / "cache"))
     target = load_model(str(target_path), **options)
     for _ in range(2):
-        loaded = load_drafter(str(folder), target, **options)
+        loaded = load_drafter(str(folder), target, **options, implementation="reference")
     assert isinstance(loaded.drafter, MedusaDrafter)
+    assert loaded.drafter.model.kernels == Kernels.of("reference")
     assert loaded.params["target_head"] is target.params["lm_head"]
     assert len(list((tmp_path / "cache" / "converted").iterdir())) == 1
 

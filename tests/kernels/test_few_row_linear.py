@@ -208,6 +208,7 @@ def test_the_cut_that_was_measured_is_the_one_that_runs(monkeypatch: pytest.Monk
         (dict(gated=True), r"weight \[D,2,N\], got \(2, 6\) and \(6, 4\)"),
         (dict(bias=draw(3)), r"a bias of shape \(4,\), got \(3,\)"),
         (dict(residual=draw(4)), r"a residual of shape \(2, 4\), got \(4,\)"),
+        (dict(residual=draw(2, 4, dtype=jnp.bfloat16)), "a residual of float32, as the rows are, got bfloat16"),
         (dict(implementation="cutlass"), "implementation must be one of .*got 'cutlass'"),
         (dict(implementation="reference@1:2"), "got 'reference@1:2'"),
         (
