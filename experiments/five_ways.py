@@ -139,10 +139,10 @@ def show(row: dict) -> str:
     text += f"acceptance length {row['mean_acceptance_length']:.2f}  {speed_of(row)}"
     if row["speedup_over_dense_verification"] is not None:
         text += f", {row['speedup_over_dense_verification']:.2f} x dense verification"
-    if _dense_acceptance(row) is not None:
-        least = row["break_even_dense_acceptance"]
-        text += f"  dense level accepts {_dense_acceptance(row):.3f}, " + ("never pays" if least is None else f"pays above {least:.3f}")
-        text += f", {row['dense_step_share']:.0%} of its cycles dense"
+    if row["dense_step_share"] is not None:
+        accepted, least = _dense_acceptance(row), row["break_even_dense_acceptance"]
+        text += "  dense level checked nothing, " if accepted is None else f"  dense level accepts {accepted:.3f}, "
+        text += ("never pays" if least is None else f"pays above {least:.3f}") + f", {row['dense_step_share']:.0%} of its cycles dense"
     text += f"  same text {row['same_text']:.2f}" if "same_text" in row else ""
     return text + ("  SYNTHETIC" if row["synthetic"] else "")
 

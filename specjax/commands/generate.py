@@ -202,7 +202,10 @@ def _sparse_line(summary: dict[str, Any]) -> str:
     if total is None:
         return f"{name}: no pass was made"
     cost = f"a step moves {total['bytes'] / total['dense_bytes']:.3f} of a dense one's bytes"
-    checks = f"; dense passes kept {summary['two_level']['dense_acceptance_rate']:.3f}" if "two_level" in summary else ""
+    checks = ""
+    if "two_level" in summary:
+        rate = summary["two_level"]["dense_acceptance_rate"]
+        checks = "; every step was verified densely" if rate is None else f"; dense passes kept {rate:.3f}"
     flops = f"does {total['flops'] / total['dense_flops']:.3f} of its operations"
     return f"{name}: kept {', '.join(kept)}; {cost}, and {flops}{checks}"
 

@@ -7,6 +7,7 @@ import pytest
 from experiments import decoded_ways, five_ways
 from experiments.experiment import parse_config
 from experiments.ways import WAYS
+from specjax.two_level.level_counts import LevelCounts
 from specjax.two_level.measured_costs import TwoLevelCosts
 
 SMALL = (
@@ -36,3 +37,12 @@ def test_five_ways_of_which_the_lossless_ones_give_one_text(target_path, drafter
     assert (rows[-1]["step_cost"], rows[-1]["check_cost"]) == (0.25, 1.25)
     assert [row["speedup_over_dense_verification"] is None for row in rows] == [True, True, False, False, False]
     assert all(five_ways.columns(row) and five_ways.show(row) for row in rows)
+
+
+def test_a_row_whose_dense_level_checked_nothing_says_so_and_shows_no_rate():
+    row = dict(way="two levels", method="attention 0.1", lossless=True, context=4096.0, batch=1, synthetic=False, same_text=1.0)
+    row |= dict(mean_acceptance_length=2.0, tokens_per_s=100.0, ms_per_token=10.0, keep_ratio=None, steps_between_dense=None)
+    row |= dict(speedup_over_autoregressive=1.5, speedup_over_dense_verification=0.9, break_even_dense_acceptance=None)
+    row |= dict(dense_acceptance_rate=LevelCounts.zeros(1).summary()["dense_acceptance_rate"], dense_step_share=1.0)
+    assert "dense level checked nothing, never pays, 100% of its cycles dense" in five_ways.show(row)
+    assert five_ways.columns(row)["accepted by dense passes"] is None
