@@ -99,8 +99,10 @@ def generate_command(
         chosen, params = _drafter(drafter, checkpoints, allow_different=allow_different_tokenizer)
         tokenizer = checkpoints[0].tokenizer()
         tokens = _encode(tokenizer, text, raw=raw)
+        # `None` where nothing is filtered: that is another program, and the one that is timed is to be the one that runs.
+        sampling = SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p)
         if lossless:
-            config = _by_measured_costs(config, checkpoints[0], chosen, params, tokens, SamplingParams(temperature, top_k, top_p), seed)
+            config = _by_measured_costs(config, checkpoints[0], chosen, params, tokens, sampling, seed)
         updates = stream_generate(
             checkpoints[0].model,
             checkpoints[0].params,
@@ -108,7 +110,7 @@ def generate_command(
             params,
             [tokens],
             config=config,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p),
+            sampling=sampling,
             eos_token_ids=checkpoints[0].eos_token_ids(),
             ignore_eos=ignore_eos,
             rng=jax.random.key(seed),

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from specjax import GenerateConfig, Reuse, SparseAttention, SparseFFN, SparsityConfig, Statistics, Transformer, generate
+from specjax import GenerateConfig, Reuse, SamplingParams, SparseAttention, SparseFFN, SparsityConfig, Statistics, Transformer, generate
 from specjax.checkpoints.kinds import build_model
 from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
+from specjax.commands import generate as command
 from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.medusa import MedusaConfig
 from specjax.two_level import measured_costs
+from specjax.two_level.measured_costs import TwoLevelCosts
 from tests.drafters import write_drafter
 from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
@@ -103,6 +105,26 @@ def test_a_sparse_target_that_is_checked_writes_the_dense_text_and_says_when_it_
     assert done.stdout == run(*words).stdout
     assert "check of up to 8 steps 5 ms (1.25); with 1.00 tokens a step two levels pay where" in done.stderr
     assert "sparse, checked by dense passes (lossless): kept 0." in done.stderr
+
+
+def test_what_is_timed_for_two_levels_samples_as_what_runs(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, file = [], tmp_path / "few.json"
+    file.write_text(json.dumps(SparsityConfig(attention=SparseAttention(block_size=8)).to_json()))
+
+    def costs(*models: object, **given: object) -> TwoLevelCosts:
+        seen.append(given["sampling"])
+        return TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=8)
+
+    def stream(*models: object, **given: object) -> None:
+        seen.append(given["sampling"])
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(command, "measure_costs", costs)
+    monkeypatch.setattr(command, "stream_generate", stream)
+    for words in (["--temperature", 0.8], ["--temperature", 0.8, "--top-k", 5, "--top-p", 0.5]):
+        assert "far enough" in run(target, "abc", "--drafter", "none", "--sparsity", file, "--lossless", *words).stderr
+    assert seen[0] == seen[1] == SamplingParams(temperature=0.8)
+    assert seen[2] == seen[3] == SamplingParams(temperature=0.8, top_k=5, top_p=0.5)
 
 
 @pytest.mark.parametrize(
