@@ -30,11 +30,12 @@ RECORDED = recorded(np.zeros((2, 100)), [20, 17])
 
 def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypatch):
     target, params = tiny_target()
-    ends = {}
+    ends, kept_up = {}, {}
 
     def times(loops, params, state, longest, repeats):
         for name, loop in loops.items():
-            ends[name] = loop(params, state, np.int32(1)).statistics
+            end = loop(params, state, np.int32(1))
+            ends[name], kept_up[name] = end.statistics, end.target_cache.summaries is not None
         return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
 
     monkeypatch.setattr(measured_costs, "_times", times)
@@ -45,6 +46,8 @@ def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypa
     assert [int(ends[name].num_steps) for name in ("dense", "sparse", "cycle")] == [2, 2, 4]
     assert [int(ends[name].levels.dense_passes.sum()) for name in ("dense", "sparse", "cycle")] == [0, 0, 2]
     assert [int(ends[name].pass_counts.num_passes.sum()) for name in ("dense", "sparse", "cycle")] == [0, 2, 4]
+    # Dense verification alone, which two levels are held against, has no summaries of blocks.
+    assert kept_up == {"dense": False, "sparse": True, "cycle": True}
     config = dataclasses.replace(CONFIG, sparsity=dataclasses.replace(SPARSE, lossless=None))
     with pytest.raises(ValueError, match="needs config.sparsity.lossless"):
         measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config)
