@@ -42,7 +42,9 @@ class Workload:
         prefilled = self.prefilled()
         for way in WAYS:
             for named in settings if way.sparse else [None]:
-                costs = self.costs(named) if way.checked and named is not None and self.config.measured_costs else None
+                costs = None
+                if way.checked and named is not None and self.config.measured_costs:
+                    costs = self.costs(named, capacity=prefilled.batches[0].target_cache.capacity)
                 decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
                 if way == PLAIN:
                     plain = decoded
@@ -60,21 +62,28 @@ class Workload:
         sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
         return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 
-    def costs(self, named: NamedSparsity) -> TwoLevelCosts | None:
-        """Times of steps and checks behind the first prompts.
+    def typical(self) -> list[list[int]]:
+        """One batch of the prompts, of lengths about the median."""
+        by_length = sorted(self.prompts, key=len)
+        first = max(len(by_length) - self.batch, 0) // 2
+        return (by_length[first:] * self.batch)[: self.batch]
+
+    def costs(self, named: NamedSparsity, *, capacity: int) -> TwoLevelCosts | None:
+        """Times of steps and checks behind typical prompts, over caches of the capacity that all ways decode with.
 
         `None`, and a line on standard error, where they are lost in noise or the target's window has no room for the loops.
         """
         target = laid_out_for(self.target, named.sparsity, self.made)
-        prompts = (self.prompts * self.batch)[: self.batch]
+        lossless = Lossless(max_steps=self.config.max_sparse_steps)
+        static = self.static(dataclasses.replace(named.sparsity, lossless=lossless))
         try:
             costs = measure_costs(
                 target.model,
                 target.params,
                 self.drafter.drafter,
                 self.drafter.params,
-                prompts,
-                config=self.static(dataclasses.replace(named.sparsity, lossless=Lossless(max_steps=self.config.max_sparse_steps))),
+                self.typical(),
+                config=dataclasses.replace(static, cache_capacity=capacity),
                 repeats=self.config.repeats,
             )
         except ValueError as error:

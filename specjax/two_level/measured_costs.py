@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax.capacity import whole_blocks
 from specjax.checks import is_int, require, require_positive
 from specjax.drafting.drafter import Drafter
 from specjax.generate import decode_step, prepare_call
@@ -123,7 +124,8 @@ def measure_costs(
         drafter: The drafter, or `None`. Static.
         drafter_params: Its params.
         prompt_tokens: As in `speculative_generate`: they settle the batch and the context.
-        config: With lossless sparsity, whose `max_steps` counts; its `max_new_tokens` and capacity do not.
+        config: With lossless sparsity, whose `max_steps` counts; its `max_new_tokens` does not. The caches have its `cache_capacity`, as
+            steps over more slots may take longer, and at least what the loops need.
         num_steps: Steps of the long loops.
         repeats: Loops of each kind and length to time, in turn.
         **arguments: `prompt_lengths`, `sampling` and `rng`, as in `speculative_generate`.
@@ -141,6 +143,7 @@ def measure_costs(
     num_drafted = 0 if drafter is None else config.num_speculative_tokens
     num_cycles = 1 + max(2, num_steps // lossless.max_steps)
     room = max(num_steps * (num_drafted + 1), num_cycles * (lossless.max_provisional(num_drafted) + 1))
+    given_capacity = config.cache_capacity or 0
     config = dataclasses.replace(
         config,
         max_new_tokens=room,
@@ -149,6 +152,8 @@ def measure_costs(
         sparsity=dataclasses.replace(config.sparsity, lossless=dataclasses.replace(lossless, adapt=False)),
     )
     request, checked = prepare_call(target, drafter, drafter_params, prompt_tokens, config=config, ignore_eos=True, **arguments)
+    capacity = max(whole_blocks(given_capacity, config.sparsity), checked.cache_capacity or 0)
+    checked = dataclasses.replace(checked, cache_capacity=capacity)
     params = (target_params, drafter_params)
     state = jax.jit(lambda params, request: prefill(target, drafter, checked, params[0], params[1], request, None))(params, request)
     static = {

@@ -36,10 +36,13 @@ def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypa
         for name, loop in loops.items():
             end = loop(params, state, np.int32(1))
             ends[name], kept_up[name] = end.statistics, end.target_cache.summaries is not None
+            assert end.target_cache.capacity == 256, "costs are those of the capacity that is asked for"
         return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
 
     monkeypatch.setattr(measured_costs, "_times", times)
-    found = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=CONFIG, num_steps=4)
+    found = measure_costs(
+        target, params, ReplayDrafter(), RECORDED, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=256), num_steps=4
+    )
     assert found == TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
     assert found.lossless() == Lossless(max_steps=2, step_cost=0.25, check_cost=1.25)
     # One loop makes a step of each row, the other a cycle of two and their check; only sparse ones read less.
@@ -97,3 +100,17 @@ def test_only_a_synthetic_rule_with_a_rate_for_the_dense_level_may_stand_below_a
         assert dataclasses.replace(CONFIG, verification=rule).verification == rule
     with pytest.raises(ValueError, match="dense_rate must be None or a probability, got 1.5"):
         SyntheticAcceptance(rates=(0.5,), dense_rate=1.5)
+
+
+def test_loops_that_need_more_slots_than_the_call_have_them(monkeypatch):
+    target, params = tiny_target()
+    capacities = []
+
+    def times(loops, params, state, longest, repeats):
+        capacities.append(state.target_cache.capacity)
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
+
+    monkeypatch.setattr(measured_costs, "_times", times)
+    measure_costs(target, params, None, None, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=32))
+    # Up to 20 tokens, in 24 columns, and nine cycles of up to three; all of it rounded up.
+    assert capacities == [64]
