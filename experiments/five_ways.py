@@ -27,9 +27,11 @@ from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, load_drafter, load_model
 from experiments.sparse_comparison import check_window
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import SparseWords, check_weights, named_settings
+from experiments.sparse_settings import NamedSparsity, SparseWords, check_weights, named_settings
 from experiments.tasks import TaskSource
 from experiments.timed_ways import timed_ways
+from experiments.ways import two_levels
+from specjax import Lossless, RejectionSampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,7 @@ def run(config: Config) -> Iterator[dict]:
     target = load_model(config.target, **options)
     settings = named_settings(config, target.model.config)
     check_weights(settings, config, target)
+    check_two_levels(config, settings, measured=config.measured_costs or target.checkpoint is None)
     if target.checkpoint is None:
         yield from timed_ways(config, target, settings)
         return
@@ -113,6 +116,25 @@ def run(config: Config) -> Iterator[dict]:
     check_window(target, prompts, config.new_tokens)
     for batch in config.batches:
         yield from Workload(config=config, target=target, drafter=drafter, prompts=prompts, batch=batch).rows(settings)
+
+
+def check_two_levels(config: Config, settings: list[NamedSparsity], *, measured: bool) -> None:
+    """Whether dense passes can check the settings, said before anything is decoded.
+
+    Args:
+        config: Of the experiment.
+        settings: What is left out.
+        measured: Costs will be, so that there is something to choose by.
+
+    Raises:
+        ExperimentError: They cannot.
+    """
+    for named in settings:
+        try:
+            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt and not measured)
+            two_levels(named.sparsity, lossless).check_lossless(RejectionSampling(), do_sample=False)
+        except ValueError as error:
+            raise ExperimentError(f"two levels of {named.name}: {error}") from None
 
 
 def _prompts(config: Config, target: Model) -> list[list[int]]:

@@ -30,6 +30,10 @@ from specjax.two_level.lossless import Lossless
 from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
 
+class CostsUnknown(ValueError):
+    """The loops have no room behind these prompts, or their times are lost in noise; whatever is wrong with the call itself is not this."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoLevelCosts:
     """Times of whole steps of one batch, in milliseconds.
@@ -134,24 +138,30 @@ def measure_costs(
         The costs.
 
     Raises:
-        ValueError: Sparsity that is not lossless, too few steps, times that are lost in noise, or what `speculative_generate` refuses.
+        CostsUnknown: Windows that have no room for the loops behind these prompts (fewer `num_steps` need less), or times that are lost in
+            noise (more `num_steps` or `repeats` help).
+        ValueError: Sparsity that is not lossless, too few steps, or what `speculative_generate` refuses.
     """
     lossless = config.sparsity.lossless
     if lossless is None:
         raise ValueError("measure_costs needs config.sparsity.lossless: without it nothing is checked")
     require(is_int(num_steps, 2) and is_int(repeats, 1), f"measure_costs needs num_steps >= 2 and repeats >= 1, got {num_steps}, {repeats}")
+    models = (target, drafter, drafter_params, prompt_tokens)
+    prepare_call(*models, config=dataclasses.replace(config, max_new_tokens=1, cache_capacity=None), **arguments)
     num_drafted = 0 if drafter is None else config.num_speculative_tokens
-    num_cycles = 1 + max(2, num_steps // lossless.max_steps)
-    room = max(num_steps * (num_drafted + 1), num_cycles * (lossless.max_provisional(num_drafted) + 1))
+    num_cycles = _num_cycles(lossless, num_steps)
     given_capacity = config.cache_capacity or 0
     config = dataclasses.replace(
         config,
-        max_new_tokens=room,
+        max_new_tokens=room_for_loops(lossless, num_drafted, num_steps),
         cache_capacity=None,
         return_log_probs=False,
         sparsity=dataclasses.replace(config.sparsity, lossless=dataclasses.replace(lossless, adapt=False)),
     )
-    request, checked = prepare_call(target, drafter, drafter_params, prompt_tokens, config=config, ignore_eos=True, **arguments)
+    try:
+        request, checked = prepare_call(*models, config=config, ignore_eos=True, **arguments)
+    except ValueError as error:  # with one new token the call was fine
+        raise CostsUnknown(f"loops of steps have no room: {error}") from None
     capacity = max(whole_blocks(given_capacity, config.sparsity), checked.cache_capacity or 0)
     checked = dataclasses.replace(checked, cache_capacity=capacity)
     params = (target_params, drafter_params)
@@ -171,7 +181,23 @@ def measure_costs(
     try:
         return TwoLevelCosts(dense_ms=times["dense"], sparse_ms=times["sparse"], check_ms=check_ms, max_steps=lossless.max_steps)
     except ValueError as error:
-        raise ValueError(f"times are lost in noise ({error}): use more num_steps or repeats") from None
+        raise CostsUnknown(f"times are lost in noise: {error}") from None
+
+
+def room_for_loops(lossless: Lossless, draft_length: int, num_steps: int = 16) -> int:
+    """Most new tokens that the loops of `measure_costs` may commit in a row.
+
+    Args:
+        lossless: As there.
+        draft_length: G, 0 for plain decoding.
+        num_steps: As there.
+    """
+    return max(num_steps * (draft_length + 1), _num_cycles(lossless, num_steps) * (lossless.max_provisional(draft_length) + 1))
+
+
+def _num_cycles(lossless: Lossless, num_steps: int) -> int:
+    """Of the long loop of cycles."""
+    return 1 + max(2, num_steps // lossless.max_steps)
 
 
 def _loop(step: Callable[[Any, Any], Any], sparsity: SparsityConfig) -> Callable[[Any, Any, Any], Any]:

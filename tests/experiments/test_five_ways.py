@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import decoded_ways, five_ways
-from experiments.experiment import parse_config
+from experiments.decoding import Call, Decoded, Prefilled
+from experiments.experiment import ExperimentError, parse_config
 from experiments.models import load_drafter, load_model
 from experiments.sparse_settings import named_settings
-from experiments.ways import WAYS
+from experiments.ways import TWO_LEVELS, WAYS
+from specjax import Lossless, Statistics
 from specjax.two_level.level_counts import LevelCounts
-from specjax.two_level.measured_costs import TwoLevelCosts
+from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts
+from tests.helpers import tiny_config
 
 SMALL = (
     "block_size=8",
@@ -24,6 +28,8 @@ SMALL = (
     "max_prompt_tokens=150",
 )
 COSTS = TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
+# What costs are measured with, where up to three steps are asked for, and what is then decoded with.
+LOSSLESS = (Lossless(max_steps=3, adapt=False), COSTS.lossless())
 
 
 @pytest.mark.full
@@ -52,14 +58,19 @@ def test_a_row_whose_dense_level_checked_nothing_says_so_and_shows_no_rate():
     assert five_ways.columns(row)["accepted by dense passes"] is None
 
 
-def workload(*words, prompts=((1, 2, 3),)):
+@pytest.fixture(scope="module")
+def pair():
     target = load_model("tiny", dtype="float32", implementation="auto", cache_dir=None)
-    drafter = load_drafter("prompt_lookup", target, dtype="float32", implementation="auto", cache_dir=None)
+    return target, load_drafter("prompt_lookup", target, dtype="float32", implementation="auto", cache_dir=None)
+
+
+def workload(pair, *words, prompts=((1, 2, 3),)):
+    target, drafter = pair
     config = parse_config(five_ways.Config, ("target=tiny", *SMALL, *words))
     return decoded_ways.Workload(config=config, target=target, drafter=drafter, prompts=list(map(list, prompts)), batch=1)
 
 
-def test_costs_are_measured_behind_typical_prompts_over_caches_of_the_capacity_that_is_decoded_with(monkeypatch):
+def test_costs_are_measured_behind_typical_prompts_over_caches_of_the_capacity_that_is_decoded_with(pair, monkeypatch):
     seen = []
 
     def costs(target, params, drafter, drafter_params, prompts, *, config, repeats):
@@ -68,8 +79,67 @@ def test_costs_are_measured_behind_typical_prompts_over_caches_of_the_capacity_t
 
     monkeypatch.setattr(decoded_ways, "measure_costs", costs)
     prompts = [[1] * length for length in (90, 3, 40, 5, 30)]
-    work = workload(prompts=prompts)
+    work = workload(pair, prompts=prompts)
     named = named_settings(work.config, work.target.model.config)[0]
     for batch in (1, 2, 7):
         assert dataclasses.replace(work, batch=batch).costs(named, capacity=512) == COSTS
     assert seen == [([30], 512), ([5, 30], 512), ([3, 5, 30, 40, 90, 3, 5], 512)]
+
+
+def test_settings_of_channels_and_with_refreshes_have_costs_and_are_checked_in_two_levels(pair, monkeypatch):
+    seen = []
+
+    def costs(*models, config, **settings):
+        seen.append(config.sparsity)
+        return COSTS
+
+    monkeypatch.setattr(decoded_ways, "measure_costs", costs)
+    monkeypatch.setattr(decoded_ways, "Decoder", lambda *models, config, **settings: seen.append(config.sparsity))
+    work = workload(pair, "attention=0.5", "reuse=none", "controls=", "ffn=0.5", "refresh_every=4", "max_sparse_steps=3")
+    settings = named_settings(work.config, work.target.model.config)
+    assert [named.method for named in settings] == ["attention", "ffn"]
+    prefilled = Prefilled([1], [SimpleNamespace(target_cache=SimpleNamespace(capacity=64))])
+    for named in settings:
+        work.decoder(TWO_LEVELS, named, work.costs(named, capacity=64), prefilled)
+        checked = [dataclasses.replace(named.sparsity, refresh_every=0, lossless=lossless) for lossless in LOSSLESS]
+        assert [seen.pop(0), seen.pop(0)] == checked
+
+
+def test_where_costs_are_lost_two_levels_decide_by_bytes_or_are_left_out(pair, monkeypatch, capsys):
+    def costs(*models, **settings):
+        raise CostsUnknown("times are lost in noise")
+
+    monkeypatch.setattr(decoded_ways, "measure_costs", costs)
+    decoded = Decoded([[1]], 1.0, dataclasses.replace(Statistics.zeros(1, 2), levels=LevelCounts.zeros(1)), (Call(1.0, (1,), (1,), (0,)),))
+    monkeypatch.setattr(decoded_ways, "Decoder", lambda *models, **settings: lambda prompts, **options: decoded)
+    prefilled = Prefilled([1], [SimpleNamespace(target_cache=SimpleNamespace(capacity=64))])
+    monkeypatch.setattr(decoded_ways.Prefilled, "of", lambda *models, **settings: prefilled)
+    work = workload(pair, "attention=0.5", "reuse=none", "controls=", "ffn=0.5")
+    rows = list(work.rows(named_settings(work.config, work.target.model.config)))
+    assert [row["method"] for row in rows if row["way"] == "two levels"] == ["attention 0.5 (reuse: none)"]
+    said = capsys.readouterr().err
+    assert "attention 0.5 (reuse: none): two levels decide by bytes, their costs are not known: times are lost in noise" in said
+    assert "ffn 0.5: two levels are left out, their costs are not known" in said
+    monkeypatch.setattr(decoded_ways, "measure_costs", lambda *models, **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(work.rows(named_settings(work.config, work.target.model.config)))
+
+
+def test_two_levels_that_cannot_be_are_refused_before_anything_is_decoded():
+    words = ("target=tiny", "drafter=eagle3", *SMALL, "attention=", "ffn=0.5")
+    with pytest.raises(ExperimentError, match=r"two levels of ffn 0.5: Lossless.max_steps must be a positive int, got 0"):
+        next(iter(five_ways.run(parse_config(five_ways.Config, (*words, "max_sparse_steps=0")))))
+    config = parse_config(five_ways.Config, words)
+    channels = named_settings(config, tiny_config())
+    five_ways.check_two_levels(config, channels, measured=True)
+    with pytest.raises(ExperimentError, match=r"two levels of ffn 0.5: .* needs a measured step_cost where attention is dense"):
+        five_ways.check_two_levels(config, channels, measured=False)
+
+
+@pytest.mark.full
+def test_channels_with_refreshes_are_decoded_in_two_levels_that_adapt(target_path, task_data, monkeypatch):
+    monkeypatch.setattr(decoded_ways, "measure_costs", lambda *models, **settings: COSTS)
+    words = (f"target={target_path}", *SMALL, "attention=", "ffn=0.5", "refresh_every=2", "repeats=1", f"data={task_data}", "task=gsm8k")
+    rows = list(five_ways.run(parse_config(five_ways.Config, (*words, "max_sparse_steps=2"))))
+    assert [row["way"] for row in rows] == [way.name for way in WAYS]
+    assert all(row["same_text"] == 1.0 for row in rows if row["lossless"])

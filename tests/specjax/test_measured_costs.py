@@ -18,7 +18,7 @@ from specjax import (
     speculative_generate,
 )
 from specjax.two_level import measured_costs
-from specjax.two_level.measured_costs import TwoLevelCosts, measure_costs
+from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 from specjax.two_level.two_level_cost import two_level_speedup
 from tests.helpers import ReplayDrafter, random_prompts, recorded, tiny_target
 
@@ -102,15 +102,27 @@ def test_only_a_synthetic_rule_with_a_rate_for_the_dense_level_may_stand_below_a
         SyntheticAcceptance(rates=(0.5,), dense_rate=1.5)
 
 
-def test_loops_that_need_more_slots_than_the_call_have_them(monkeypatch):
+def test_loops_that_need_more_slots_than_the_call_have_them_and_lost_times_are_an_error_of_their_own(monkeypatch):
     target, params = tiny_target()
     capacities = []
 
     def times(loops, params, state, longest, repeats):
         capacities.append(state.target_cache.capacity)
-        return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 1.0}
 
     monkeypatch.setattr(measured_costs, "_times", times)
-    measure_costs(target, params, None, None, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=32))
+    with pytest.raises(CostsUnknown, match="times are lost in noise: check_ms must be a positive finite number, got -1.0"):
+        measure_costs(target, params, None, None, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=32))
     # Up to 20 tokens, in 24 columns, and nine cycles of up to three; all of it rounded up.
     assert capacities == [64]
+
+
+def test_loops_without_room_in_the_window_are_told_from_calls_that_are_wrong():
+    target, params = tiny_target()
+    sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=1000))
+    config = dataclasses.replace(CONFIG, sparsity=sparsity)
+    with pytest.raises(CostsUnknown, match=r"have no room: row 0: a prompt of 20 tokens and up to 3003 new ones exceed the model's window"):
+        measure_costs(target, params, None, None, PROMPTS, config=config)
+    with pytest.raises(ValueError, match="prompt token ids must be") as wrong:
+        measure_costs(target, params, None, None, [[10**6]], config=config)
+    assert not isinstance(wrong.value, CostsUnknown)
