@@ -12,10 +12,22 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from specjax import GenerateConfig, Reuse, SamplingParams, SparseAttention, SparseFFN, SparsityConfig, Statistics, Transformer, generate
+from specjax import (
+    GenerateConfig,
+    Lossless,
+    Reuse,
+    SamplingParams,
+    SparseAttention,
+    SparseFFN,
+    SparsityConfig,
+    Statistics,
+    Transformer,
+    generate,
+)
 from specjax.checkpoints.kinds import build_model
 from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
 from specjax.commands import generate as command
+from specjax.commands import memory_plan
 from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
@@ -121,10 +133,40 @@ def test_what_is_timed_for_two_levels_samples_as_what_runs(target: Path, tmp_pat
 
     monkeypatch.setattr(command, "measure_costs", costs)
     monkeypatch.setattr(command, "stream_generate", stream)
-    for words in (["--temperature", 0.8], ["--temperature", 0.8, "--top-k", 5, "--top-p", 0.5]):
-        assert "far enough" in run(target, "abc", "--drafter", "none", "--sparsity", file, "--lossless", *words).stderr
-    assert seen[0] == seen[1] == SamplingParams(temperature=0.8)
-    assert seen[2] == seen[3] == SamplingParams(temperature=0.8, top_k=5, top_p=0.5)
+    words = ("--drafter", "none", "--sparsity", file, "--lossless", "--temperature", 0.8)
+    assert "far enough" in run(target, "abc", *words).stderr
+    assert seen == [SamplingParams(temperature=0.8)] * 2
+
+
+def test_where_steps_cannot_be_timed_two_levels_go_on_with_what_is_known(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, file = [], tmp_path / "few.json"
+    few = SparsityConfig(attention=SparseAttention(block_size=8))
+
+    def stream(*models: object, config: GenerateConfig, **given: object) -> None:
+        seen.append(config.sparsity.lossless)
+        raise ValueError("far enough")
+
+    def lossless(sparsity: SparsityConfig, prompt: str = "ab" * 200) -> str:
+        file.write_text(json.dumps(sparsity.to_json()))
+        return run(target, prompt, "--raw", "--max-new-tokens", 40, "--sparsity", file, "--lossless").stderr
+
+    monkeypatch.setattr(command, "stream_generate", stream)
+    # The call needs 440 tokens of a window of 512, the loops would need 147 behind the prompt.
+    said = lossless(few)
+    assert "two levels choose by bytes: loops of steps have no room: row 0: a prompt of" in said
+    assert "far enough" in said
+    channels = SparsityConfig(ffn=SparseFFN(keep=0.5), lossless=Lossless(max_steps=7, step_cost=0.5))
+    assert "two levels choose by the step_cost of the file: loops of steps have no room" in lossless(channels)
+    assert seen == [Lossless(), Lossless(max_steps=7, step_cost=0.5)]
+    assert "nothing to choose by, give a" in lossless(SparsityConfig(ffn=SparseFFN(keep=0.5)))
+    # Memory for the call, but not for the loops and the caches that they start from.
+    call = plan_memory([read_model(target)], batch_size=1, capacity=96, sparsity=few)
+    monkeypatch.setattr(memory_plan, "device_bytes", lambda device: call.params_bytes + call.cache_bytes)
+    said = lossless(few, "abc")
+    assert "two levels choose by bytes: the device has no memory for two of the caches: memory: weights" in said
+    assert seen[2:] == [Lossless()]
 
 
 @pytest.mark.parametrize(
