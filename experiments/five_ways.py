@@ -9,7 +9,8 @@ The ways are plain decoding, plain decoding over a part of the cache, dense veri
 sparse), and two levels, whose output is that of dense verification. All decode the same prompts, greedily, in one process, and go on from
 one prefill, which is dense and does not count (each prompt's second token comes of a dense pass too). `same_text` is the share of prompts
 whose tokens are those of plain dense decoding. Two levels decide by times of steps and checks that are measured first, behind one batch of
-the prompts (`measured_costs=false`: by bytes).
+prompts of typical length (`measured_costs=false`: by bytes, which tell of attention alone). Where times are lost in noise they decide by
+bytes, or are left out.
 
 With a preset as the target weights and contexts are random, and acceptance is made up (SYNTHETIC) at both levels: of the drafter's tokens,
 and, by dense passes, of what sparse steps committed (`assumed_dense_acceptance`). That is for times alone, of the real loop's steps: see
