@@ -15,10 +15,10 @@ from experiments.models import LoadedDrafter, Model
 from experiments.sparse_comparison import decoding_speed, keep_ratio, ratio
 from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
-from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way
+from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
 from specjax import GenerateConfig, Lossless
 from specjax.capacity import bucket
-from specjax.two_level.measured_costs import TwoLevelCosts, measure_costs
+from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 
 if TYPE_CHECKING:
     from experiments.five_ways import Config
@@ -42,7 +42,11 @@ class Workload:
         prefilled = self.prefilled()
         for way in WAYS:
             for named in settings if way.sparse else [None]:
-                costs = self.costs(named) if way.checked and named is not None and self.config.measured_costs else None
+                costs = None
+                if way.checked and named is not None and self.config.measured_costs:
+                    costs = self.costs(named, capacity=prefilled.batches[0].target_cache.capacity)
+                    if self.undecided(named, costs):
+                        continue
                 decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
                 if way == PLAIN:
                     plain = decoded
@@ -60,25 +64,36 @@ class Workload:
         sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
         return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 
-    def costs(self, named: NamedSparsity) -> TwoLevelCosts | None:
-        """Times of steps and checks behind the first prompts.
+    def undecided(self, named: NamedSparsity, costs: TwoLevelCosts | None) -> bool:
+        """Whether two levels have nothing to choose by: bytes tell of attention alone."""
+        return self.config.adapt and costs is None and named.sparsity.attention is None
+
+    def typical(self) -> list[list[int]]:
+        """One batch of the prompts, of lengths about the median."""
+        by_length = sorted(self.prompts, key=len)
+        first = max(len(by_length) - self.batch, 0) // 2
+        return (by_length[first:] * self.batch)[: self.batch]
+
+    def costs(self, named: NamedSparsity, *, capacity: int) -> TwoLevelCosts | None:
+        """Times of steps and checks behind typical prompts, over caches of the capacity that all ways decode with.
 
         `None`, and a line on standard error, where they are lost in noise or the target's window has no room for the loops.
         """
         target = laid_out_for(self.target, named.sparsity, self.made)
-        prompts = (self.prompts * self.batch)[: self.batch]
+        static = self.static(two_levels(named.sparsity, Lossless(max_steps=self.config.max_sparse_steps, adapt=False)))
         try:
             costs = measure_costs(
                 target.model,
                 target.params,
                 self.drafter.drafter,
                 self.drafter.params,
-                prompts,
-                config=self.static(dataclasses.replace(named.sparsity, lossless=Lossless(max_steps=self.config.max_sparse_steps))),
+                self.typical(),
+                config=dataclasses.replace(static, cache_capacity=capacity),
                 repeats=self.config.repeats,
             )
-        except ValueError as error:
-            print(f"{named.name}: two levels decide by bytes, their costs are not known: {error}", file=sys.stderr)
+        except CostsUnknown as error:
+            instead = "are left out" if self.undecided(named, None) else "decide by bytes" if self.config.adapt else "do without costs"
+            print(f"{named.name}: two levels {instead}, their costs are not known: {error}", file=sys.stderr)
             return None
         print(f"{named.name}: {costs.describe(tokens_per_step=self.config.mean_acceptance_length)}", file=sys.stderr)
         return costs
@@ -93,8 +108,9 @@ class Workload:
         config = self.config
         sparsity = DENSE if named is None else named.sparsity
         if way.checked:
-            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt)
-            sparsity = dataclasses.replace(sparsity, lossless=lossless if costs is None else costs.lossless(adapt=config.adapt))
+            by_bytes = costs is None
+            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt) if by_bytes else costs.lossless(adapt=config.adapt)
+            sparsity = two_levels(sparsity, lossless)
         drafter, params = (self.drafter.drafter, self.drafter.params) if way.drafts else (None, None)
         width = bucket(max(map(len, self.prompts)))
         # No EOS: every way writes as much, and so over contexts as long.

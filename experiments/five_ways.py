@@ -9,7 +9,8 @@ The ways are plain decoding, plain decoding over a part of the cache, dense veri
 sparse), and two levels, whose output is that of dense verification. All decode the same prompts, greedily, in one process, and go on from
 one prefill, which is dense and does not count (each prompt's second token comes of a dense pass too). `same_text` is the share of prompts
 whose tokens are those of plain dense decoding. Two levels decide by times of steps and checks that are measured first, behind one batch of
-the prompts (`measured_costs=false`: by bytes).
+prompts of typical length (`measured_costs=false`: by bytes, which tell of attention alone). Where times are lost in noise they decide by
+bytes, or are left out.
 
 With a preset as the target weights and contexts are random, and acceptance is made up (SYNTHETIC) at both levels: of the drafter's tokens,
 and, by dense passes, of what sparse steps committed (`assumed_dense_acceptance`). That is for times alone, of the real loop's steps: see
@@ -28,9 +29,11 @@ from experiments.models import Model, load_drafter, load_model
 from experiments.presets import PRESETS
 from experiments.sparse_comparison import check_window
 from experiments.sparse_quality import speed_of
-from experiments.sparse_settings import SparseWords, block_size_of, check_weights, named_settings
+from experiments.sparse_settings import NamedSparsity, SparseWords, block_size_of, check_weights, named_settings
 from experiments.tasks import TaskSource
 from experiments.timed_ways import steady_rates, timed_ways
+from experiments.ways import two_levels
+from specjax import Lossless, RejectionSampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,7 @@ def run(config: Config) -> Iterator[dict]:
     settings = named_settings(config, target.model.config)
     check_weights(settings, config, target)
     config = dataclasses.replace(config, block_size=block_size_of(settings))  # of caches from here on: settings have theirs
+    check_two_levels(config, settings, measured=config.measured_costs or target.checkpoint is None)
     if target.checkpoint is None:
         yield from timed_ways(config, target, settings)
         return
@@ -120,6 +124,25 @@ def run(config: Config) -> Iterator[dict]:
     check_window(target, prompts, config.new_tokens)
     for batch in config.batches:
         yield from Workload(config=config, target=target, drafter=drafter, prompts=prompts, batch=batch).rows(settings)
+
+
+def check_two_levels(config: Config, settings: list[NamedSparsity], *, measured: bool) -> None:
+    """Whether dense passes can check the settings, said before anything is decoded.
+
+    Args:
+        config: Of the experiment.
+        settings: What is left out.
+        measured: Costs will be, so that there is something to choose by.
+
+    Raises:
+        ExperimentError: They cannot.
+    """
+    for named in settings:
+        try:
+            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt and not measured)
+            two_levels(named.sparsity, lossless).check_lossless(RejectionSampling(), do_sample=False)
+        except ValueError as error:
+            raise ExperimentError(f"two levels of {named.name}: {error}") from None
 
 
 def _prompts(config: Config, target: Model) -> list[list[int]]:
@@ -146,10 +169,10 @@ def show(row: dict) -> str:
     text += f"acceptance length {row['mean_acceptance_length']:.2f}  {speed_of(row)}"
     if row["speedup_over_dense_verification"] is not None:
         text += f", {row['speedup_over_dense_verification']:.2f} x dense verification"
-    if _dense_acceptance(row) is not None:
-        least = row["break_even_dense_acceptance"]
-        text += f"  dense level accepts {_dense_acceptance(row):.3f}, " + ("never pays" if least is None else f"pays above {least:.3f}")
-        text += f", {row['dense_step_share']:.0%} of its cycles dense"
+    if row["dense_step_share"] is not None:
+        accepted, least = _dense_acceptance(row), row["break_even_dense_acceptance"]
+        text += "  dense level checked nothing, " if accepted is None else f"  dense level accepts {accepted:.3f}, "
+        text += ("never pays" if least is None else f"pays above {least:.3f}") + f", {row['dense_step_share']:.0%} of its cycles dense"
     text += f"  same text {row['same_text']:.2f}" if "same_text" in row else ""
     return text + ("  SYNTHETIC" if row["synthetic"] else "")
 

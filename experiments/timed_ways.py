@@ -22,7 +22,7 @@ from experiments.mid_decode import Middle, decoding_loop, does_not_fit
 from experiments.models import PROMPT_LOOKUP, LoadedDrafter, Model, load_drafter
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.timing import Loop, LoopTiming, time_loops
-from experiments.ways import DENSE_VERIFICATION, PLAIN, PLAIN_SPARSE, SPARSE_VERIFICATION, TWO_LEVELS, Way
+from experiments.ways import DENSE_VERIFICATION, PLAIN, PLAIN_SPARSE, SPARSE_VERIFICATION, TWO_LEVELS, Way, two_levels
 from specjax import Lossless, SyntheticAcceptance
 from specjax.two_level.measured_costs import TwoLevelCosts
 from specjax.two_level.two_level_cost import expected_settled
@@ -127,7 +127,7 @@ class Case:
         num_steps: tuple[int, int] | None = None,
     ) -> Loop:
         """The steps of a way."""
-        sparsity = DENSE if named is None else dataclasses.replace(named.sparsity, lossless=lossless)
+        sparsity = DENSE if named is None else named.sparsity if lossless is None else two_levels(named.sparsity, lossless)
         params = laid_out_for(self.target, sparsity, self.made).params
         if not way.drafts:
             place = dataclasses.replace(self.middle, num_speculative_tokens=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from specjax import Lossless, SparsityConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Way:
@@ -33,3 +35,8 @@ DENSE_VERIFICATION = Way("dense verification", drafts=True, sparse=False)
 SPARSE_VERIFICATION = Way("sparse verification", drafts=True, sparse=True)
 TWO_LEVELS = Way("two levels", drafts=True, sparse=True, checked=True)
 WAYS = (PLAIN, PLAIN_SPARSE, DENSE_VERIFICATION, SPARSE_VERIFICATION, TWO_LEVELS)
+
+
+def two_levels(sparsity: SparsityConfig, lossless: Lossless) -> SparsityConfig:
+    """The sparsity of a way that is checked: its checks are refreshes too, and take their place."""
+    return dataclasses.replace(sparsity, refresh_every=0, lossless=lossless)

@@ -19,9 +19,10 @@ from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
-from specjax.commands.memory_plan import plan_memory
+from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.prompt_lookup import PromptLookup
+from specjax.generate import prepare_call
 from specjax.generate_config import GenerateConfig
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.sparsity.sparsity_config import SparsityConfig
@@ -29,7 +30,7 @@ from specjax.state import FinishReason
 from specjax.statistics import Statistics
 from specjax.streaming import stream_generate
 from specjax.two_level.lossless import Lossless
-from specjax.two_level.measured_costs import measure_costs
+from specjax.two_level.measured_costs import CostsUnknown, measure_costs, room_for_loops
 
 PROMPT_LOOKUP = "prompt-lookup"
 NO_DRAFTER = "none"
@@ -89,18 +90,26 @@ def generate_command(
         text = sys.stdin.read() if prompt == "-" else prompt
         left_out.check(read_transformer_config(target))
         models = [read_model(path, dtype=number) for path in paths]
-        slots = max(len(text.encode()) + max_new_tokens + num_speculative_tokens + 1, left_out.refresh_rows(num_speculative_tokens))
+        draft_length = 0 if drafter == NO_DRAFTER else num_speculative_tokens
+        behind = config.max_unsettled(draft_length) + 1
+        slots = max(len(text.encode()) + max_new_tokens + behind, left_out.refresh_rows(draft_length))
         plan = plan_memory(models, batch_size=1, capacity=bucket(slots), sparsity=left_out)
         typer.echo(plan.describe(), err=True)
         plan.check()
+        plan_of_timing = None
+        if left_out.lossless is not None and lossless:
+            slots = max(slots, len(text.encode()) + room_for_loops(left_out.lossless, draft_length) + behind)
+            plan_of_timing = plan_memory(models, batch_size=1, capacity=bucket(slots), sparsity=left_out, copies=2)
         checkpoints = [load_checkpoint(path, dtype=number) for path in paths]
         if left_out.calibrated_for is not None:
             left_out.calibrated_for.check_source(checkpoints[0].metadata)
         chosen, params = _drafter(drafter, checkpoints, allow_different=allow_different_tokenizer)
         tokenizer = checkpoints[0].tokenizer()
         tokens = _encode(tokenizer, text, raw=raw)
-        if lossless:
-            config = _by_measured_costs(config, checkpoints[0], chosen, params, tokens, SamplingParams(temperature, top_k, top_p), seed)
+        # `None` where nothing is filtered: that is another program, and the one that is timed is to be the one that runs.
+        sampling = SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p)
+        if plan_of_timing is not None:
+            config = _by_measured_costs(config, checkpoints[0], chosen, params, tokens, sampling, seed, plan_of_timing)
         updates = stream_generate(
             checkpoints[0].model,
             checkpoints[0].params,
@@ -108,7 +117,7 @@ def generate_command(
             params,
             [tokens],
             config=config,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p),
+            sampling=sampling,
             eos_token_ids=checkpoints[0].eos_token_ids(),
             ignore_eos=ignore_eos,
             rng=jax.random.key(seed),
@@ -133,16 +142,42 @@ def _checked(left_out: SparsityConfig) -> Lossless:
 
 
 def _by_measured_costs(
-    config: GenerateConfig, target: Checkpoint, drafter: Drafter | None, params: Any, tokens: list[int], sampling: SamplingParams, seed: int
+    config: GenerateConfig,
+    target: Checkpoint,
+    drafter: Drafter | None,
+    params: Any,
+    tokens: list[int],
+    sampling: SamplingParams,
+    seed: int,
+    plan: MemoryPlan,
 ) -> GenerateConfig:
-    """Two levels that decide by what steps and checks take behind this prompt, which is printed with the break-even."""
-    typer.echo("timing steps and checks …", err=True)
+    """Two levels that decide by what steps and checks take behind this prompt, which is printed with the break-even.
+
+    Where that cannot be known they decide by what is known without: the text is the same.
+    """
     given: dict[str, Any] = dict(sampling=sampling, rng=jax.random.key(seed)) if config.do_sample else {}
-    costs = measure_costs(target.model, target.params, drafter, params, [tokens], config=config, **given)
+    models = (target.model, target.params, drafter, params)
+    _, static = prepare_call(target.model, drafter, params, [tokens], config=config, **given)
+    typer.echo(f"timing steps and checks; {plan.describe()} …", err=True)
+    try:
+        if not plan.fits:
+            raise CostsUnknown(f"the device has no memory for two of the caches: {plan.describe()}")
+        costs = measure_costs(*models, [tokens], config=dataclasses.replace(config, cache_capacity=static.cache_capacity), **given)
+    except CostsUnknown as error:
+        return dataclasses.replace(config, sparsity=_without_costs(config.sparsity, error))
     # Nobody knows yet what steps will commit: halfway.
     likely = 1.0 if drafter is None else 1 + config.num_speculative_tokens / 2
     typer.echo(costs.describe(tokens_per_step=likely), err=True)
     return dataclasses.replace(config, sparsity=dataclasses.replace(config.sparsity, lossless=costs.lossless()))
+
+
+def _without_costs(sparsity: SparsityConfig, error: CostsUnknown) -> SparsityConfig:
+    lossless = sparsity.lossless
+    assert lossless is not None
+    if sparsity.attention is None and lossless.step_cost is None:
+        raise ValueError(f'--lossless has nothing to choose by, give a "step_cost" in the file\'s "lossless": {error}')
+    typer.echo(f"two levels choose by {'bytes' if lossless.step_cost is None else 'the step_cost of the file'}: {error}", err=True)
+    return dataclasses.replace(sparsity, lossless=dataclasses.replace(lossless, adapt=True))
 
 
 def _drafter(name: str, checkpoints: list[Checkpoint], *, allow_different: bool) -> tuple[Drafter | None, Any]:
@@ -202,7 +237,10 @@ def _sparse_line(summary: dict[str, Any]) -> str:
     if total is None:
         return f"{name}: no pass was made"
     cost = f"a step moves {total['bytes'] / total['dense_bytes']:.3f} of a dense one's bytes"
-    checks = f"; dense passes kept {summary['two_level']['dense_acceptance_rate']:.3f}" if "two_level" in summary else ""
+    checks = ""
+    if "two_level" in summary:
+        rate = summary["two_level"]["dense_acceptance_rate"]
+        checks = "; every step was verified densely" if rate is None else f"; dense passes kept {rate:.3f}"
     flops = f"does {total['flops'] / total['dense_flops']:.3f} of its operations"
     return f"{name}: kept {', '.join(kept)}; {cost}, and {flops}{checks}"
 

@@ -36,14 +36,19 @@ class MemoryPlan:
         text = f"memory: weights {self.params_bytes / _GIB:.2f} GiB, key/value caches {self.cache_bytes / _GIB:.2f} GiB"
         return text if self.available_bytes is None else f"{text}, of {self.available_bytes / _GIB:.1f} GiB"
 
+    @property
+    def fits(self) -> bool:
+        """Whether weights and caches are no more than the device has, as far as it says."""
+        return self.available_bytes is None or self.params_bytes + self.cache_bytes <= self.available_bytes
+
     def check(self) -> None:
         """Refuses what cannot fit.
 
         Raises:
             ValueError: Weights and caches are more than the device has.
         """
-        needed = self.params_bytes + self.cache_bytes
-        if self.available_bytes is not None and needed > self.available_bytes:
+        if self.available_bytes is not None and not self.fits:
+            needed = self.params_bytes + self.cache_bytes
             raise ValueError(
                 f"weights and caches need {needed / _GIB:.1f} GiB, the device gives this process {self.available_bytes / _GIB:.1f} GiB: "
                 "use a smaller model, dtype or number of tokens, or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -51,7 +56,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    models: list[Any], *, batch_size: int, capacity: int, sparsity: SparsityConfig | None = None, device: Any = None
+    models: list[Any], *, batch_size: int, capacity: int, sparsity: SparsityConfig | None = None, copies: int = 1, device: Any = None
 ) -> MemoryPlan:
     """Adds up shapes; nothing is allocated.
 
@@ -60,6 +65,7 @@ def plan_memory(
         batch_size: B.
         capacity: S, cache slots a row.
         sparsity: What the target's passes leave out; with sparse attention its cache is whole blocks. `None` is nothing.
+        copies: How often the caches are held at a time.
         device: Where; the default device if `None`.
     """
     params_bytes = sum(num_bytes(jax.eval_shape(model.init_params, jax.random.key(0))) for model in models)
@@ -74,7 +80,7 @@ def plan_memory(
             if left_out.attention is not None:
                 prepared = jax.eval_shape(partial(prepare_cache, sparsity=left_out, model=model.config), cache)
                 cache_bytes += num_bytes(prepared.summaries)
-    return MemoryPlan(params_bytes=params_bytes, cache_bytes=cache_bytes, available_bytes=device_bytes(device))
+    return MemoryPlan(params_bytes=params_bytes, cache_bytes=copies * cache_bytes, available_bytes=device_bytes(device))
 
 
 def device_bytes(device: Any = None) -> int | None:

@@ -67,13 +67,14 @@ class LevelCounts:
         return self.step_costs.sum() / jnp.maximum(self.dense_passes.sum(), 1)
 
     def summary(self) -> dict:
-        """Plain numbers, for printing and JSON; the modelled ones are `None` where no row was checked."""
+        """Plain numbers, for printing and JSON; the rate and the modelled ones are `None` where no dense pass checked anything."""
         names = ("sparse_steps", "dense_passes", "dense_steps", "provisional", "accepted")
         counts = {name: int(getattr(self, name).sum()) for name in names}
-        rate, break_even, speedup = float(self.dense_acceptance_rate), None, None
+        costs = dict(step_cost=float(self.step_cost), check_cost=self.check_cost)
+        rate, break_even, speedup = None, None, None
         if counts["provisional"] > 0:
+            rate = float(self.dense_acceptance_rate)
             tokens = counts["provisional"] / counts["sparse_steps"]
-            costs = dict(step_cost=float(self.step_cost), check_cost=self.check_cost)
             sizes = dict(num_steps=float(self.steps_per_dense_pass), tokens_per_step=tokens, **costs)
             break_even = break_even_dense_acceptance(**sizes)
             speedup = two_level_speedup(acceptance=rate, **sizes)
@@ -82,5 +83,5 @@ class LevelCounts:
             "dense_acceptance_rate": rate,
             "break_even_dense_acceptance": break_even,
             "modelled_speedup": speedup,
-            "step_cost": float(self.step_cost),
+            "step_cost": costs["step_cost"] if counts["dense_passes"] else None,
         }

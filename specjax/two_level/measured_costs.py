@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from specjax.capacity import whole_blocks
 from specjax.checks import is_int, require, require_positive
 from specjax.drafting.drafter import Drafter
 from specjax.generate import decode_step, prepare_call
@@ -29,12 +30,16 @@ from specjax.two_level.lossless import Lossless
 from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
 
+class CostsUnknown(ValueError):
+    """The loops have no room behind these prompts, or their times are lost in noise; whatever is wrong with the call itself is not this."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoLevelCosts:
     """Times of whole steps of one batch, in milliseconds.
 
     Attributes:
-        dense_ms: A step of dense verification.
+        dense_ms: A step of dense verification alone, whose cache keeps no summaries of blocks up.
         sparse_ms: A step of sparse verification.
         check_ms: The dense pass behind `max_steps` sparse steps, with what settles them.
         max_steps: Steps that it checks.
@@ -123,7 +128,8 @@ def measure_costs(
         drafter: The drafter, or `None`. Static.
         drafter_params: Its params.
         prompt_tokens: As in `speculative_generate`: they settle the batch and the context.
-        config: With lossless sparsity, whose `max_steps` counts; its `max_new_tokens` and capacity do not.
+        config: With lossless sparsity, whose `max_steps` counts; its `max_new_tokens` does not. The caches have its `cache_capacity`, as
+            steps over more slots may take longer, and at least what the loops need.
         num_steps: Steps of the long loops.
         repeats: Loops of each kind and length to time, in turn.
         **arguments: `prompt_lengths`, `sampling` and `rng`, as in `speculative_generate`.
@@ -132,25 +138,35 @@ def measure_costs(
         The costs.
 
     Raises:
-        ValueError: Sparsity that is not lossless, too few steps, times that are lost in noise, or what `speculative_generate` refuses.
+        CostsUnknown: Windows that have no room for the loops behind these prompts (fewer `num_steps` need less), or times that are lost in
+            noise (more `num_steps` or `repeats` help).
+        ValueError: Sparsity that is not lossless, too few steps, or what `speculative_generate` refuses.
     """
     lossless = config.sparsity.lossless
     if lossless is None:
         raise ValueError("measure_costs needs config.sparsity.lossless: without it nothing is checked")
     require(is_int(num_steps, 2) and is_int(repeats, 1), f"measure_costs needs num_steps >= 2 and repeats >= 1, got {num_steps}, {repeats}")
+    models = (target, drafter, drafter_params, prompt_tokens)
+    prepare_call(*models, config=dataclasses.replace(config, max_new_tokens=1, cache_capacity=None), **arguments)
     num_drafted = 0 if drafter is None else config.num_speculative_tokens
-    num_cycles = 1 + max(2, num_steps // lossless.max_steps)
-    room = max(num_steps * (num_drafted + 1), num_cycles * (lossless.max_provisional(num_drafted) + 1))
+    num_cycles = _num_cycles(lossless, num_steps)
+    given_capacity = config.cache_capacity or 0
     config = dataclasses.replace(
         config,
-        max_new_tokens=room,
+        max_new_tokens=room_for_loops(lossless, num_drafted, num_steps),
         cache_capacity=None,
         return_log_probs=False,
         sparsity=dataclasses.replace(config.sparsity, lossless=dataclasses.replace(lossless, adapt=False)),
     )
-    request, checked = prepare_call(target, drafter, drafter_params, prompt_tokens, config=config, ignore_eos=True, **arguments)
-    params = (target_params, drafter_params)
-    state = jax.jit(lambda params, request: prefill(target, drafter, checked, params[0], params[1], request, None))(params, request)
+    try:
+        request, checked = prepare_call(*models, config=config, ignore_eos=True, **arguments)
+    except ValueError as error:  # with one new token the call was fine
+        raise CostsUnknown(f"loops of steps have no room: {error}") from None
+    capacity = max(whole_blocks(given_capacity, config.sparsity), checked.cache_capacity or 0)
+    checked = dataclasses.replace(checked, cache_capacity=capacity)
+    # The request is an argument too: of constants the compiler makes use, and drops from a step what a call's steps have.
+    params = (target_params, drafter_params, jax.device_put(request))
+    state = jax.jit(lambda params: prefill(target, drafter, checked, *params, None))(params)
     static = {
         "dense": dataclasses.replace(checked, sparsity=SparsityConfig()),
         "sparse": dataclasses.replace(checked, sparsity=dataclasses.replace(checked.sparsity, lossless=None)),
@@ -158,7 +174,7 @@ def measure_costs(
     }
 
     def loop(how: GenerateConfig) -> Callable[[Any, Any, Any], Any]:
-        return _loop(lambda params, state: decode_step(target, drafter, how, params[0], params[1], request, state))
+        return _loop(lambda params, state: decode_step(target, drafter, how, *params, state), how.sparsity)
 
     loops = {name: loop(how) for name, how in static.items()}
     times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
@@ -166,13 +182,31 @@ def measure_costs(
     try:
         return TwoLevelCosts(dense_ms=times["dense"], sparse_ms=times["sparse"], check_ms=check_ms, max_steps=lossless.max_steps)
     except ValueError as error:
-        raise ValueError(f"times are lost in noise ({error}): use more num_steps or repeats") from None
+        raise CostsUnknown(f"times are lost in noise: {error}") from None
 
 
-def _loop(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+def room_for_loops(lossless: Lossless, draft_length: int, num_steps: int = 16) -> int:
+    """Most new tokens that the loops of `measure_costs` may commit in a row.
+
+    Args:
+        lossless: As there.
+        draft_length: G, 0 for plain decoding.
+        num_steps: As there.
+    """
+    return max(num_steps * (draft_length + 1), _num_cycles(lossless, num_steps) * (lossless.max_provisional(draft_length) + 1))
+
+
+def _num_cycles(lossless: Lossless, num_steps: int) -> int:
+    """Of the long loop of cycles."""
+    return 1 + max(2, num_steps // lossless.max_steps)
+
+
+def _loop(step: Callable[[Any, Any], Any], sparsity: SparsityConfig) -> Callable[[Any, Any, Any], Any]:
     """So many steps, one program for any number of them."""
 
     def repeated(params: Any, state: Any, num_steps: Any) -> Any:
+        if sparsity.is_dense:  # dense verification, where two levels are not used, has no summaries to keep up
+            state = dataclasses.replace(state, target_cache=dataclasses.replace(state.target_cache, summaries=None))
         return lax.fori_loop(jnp.int32(0), num_steps, lambda _, state: step(params, state), state)
 
     return jax.jit(repeated)

@@ -12,14 +12,28 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from specjax import GenerateConfig, Reuse, SparseAttention, SparseFFN, SparsityConfig, Statistics, Transformer, generate
+from specjax import (
+    GenerateConfig,
+    Lossless,
+    Reuse,
+    SamplingParams,
+    SparseAttention,
+    SparseFFN,
+    SparsityConfig,
+    Statistics,
+    Transformer,
+    generate,
+)
 from specjax.checkpoints.kinds import build_model
 from specjax.checkpoints.store import load_checkpoint, read_model, save_checkpoint
+from specjax.commands import generate as command
+from specjax.commands import memory_plan
 from specjax.commands.generate import _print_statistics
 from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.medusa import MedusaConfig
 from specjax.two_level import measured_costs
+from specjax.two_level.measured_costs import TwoLevelCosts
 from tests.drafters import write_drafter
 from tests.helpers import tiny_config
 from tests.tiny_checkpoint import write_checkpoint
@@ -103,6 +117,56 @@ def test_a_sparse_target_that_is_checked_writes_the_dense_text_and_says_when_it_
     assert done.stdout == run(*words).stdout
     assert "check of up to 8 steps 5 ms (1.25); with 1.00 tokens a step two levels pay where" in done.stderr
     assert "sparse, checked by dense passes (lossless): kept 0." in done.stderr
+
+
+def test_what_is_timed_for_two_levels_samples_as_what_runs(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, file = [], tmp_path / "few.json"
+    file.write_text(json.dumps(SparsityConfig(attention=SparseAttention(block_size=8)).to_json()))
+
+    def costs(*models: object, **given: object) -> TwoLevelCosts:
+        seen.append(given["sampling"])
+        return TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=8)
+
+    def stream(*models: object, **given: object) -> None:
+        seen.append(given["sampling"])
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(command, "measure_costs", costs)
+    monkeypatch.setattr(command, "stream_generate", stream)
+    words = ("--drafter", "none", "--sparsity", file, "--lossless", "--temperature", 0.8)
+    assert "far enough" in run(target, "abc", *words).stderr
+    assert seen == [SamplingParams(temperature=0.8)] * 2
+
+
+def test_where_steps_cannot_be_timed_two_levels_go_on_with_what_is_known(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, file = [], tmp_path / "few.json"
+    few = SparsityConfig(attention=SparseAttention(block_size=8))
+
+    def stream(*models: object, config: GenerateConfig, **given: object) -> None:
+        seen.append(config.sparsity.lossless)
+        raise ValueError("far enough")
+
+    def lossless(sparsity: SparsityConfig, prompt: str = "ab" * 200) -> str:
+        file.write_text(json.dumps(sparsity.to_json()))
+        return run(target, prompt, "--raw", "--max-new-tokens", 40, "--sparsity", file, "--lossless").stderr
+
+    monkeypatch.setattr(command, "stream_generate", stream)
+    # The call needs 440 tokens of a window of 512, the loops would need 147 behind the prompt.
+    said = lossless(few)
+    assert "two levels choose by bytes: loops of steps have no room: row 0: a prompt of" in said
+    assert "far enough" in said
+    channels = SparsityConfig(ffn=SparseFFN(keep=0.5), lossless=Lossless(max_steps=7, step_cost=0.5))
+    assert "two levels choose by the step_cost of the file: loops of steps have no room" in lossless(channels)
+    assert seen == [Lossless(), Lossless(max_steps=7, step_cost=0.5)]
+    assert "nothing to choose by, give a" in lossless(SparsityConfig(ffn=SparseFFN(keep=0.5)))
+    # Memory for the call, but not for the loops and the caches that they start from.
+    call = plan_memory([read_model(target)], batch_size=1, capacity=96, sparsity=few)
+    monkeypatch.setattr(memory_plan, "device_bytes", lambda device: call.params_bytes + call.cache_bytes)
+    said = lossless(few, "abc")
+    assert "two levels choose by bytes: the device has no memory for two of the caches: memory: weights" in said
+    assert seen[2:] == [Lossless()]
 
 
 @pytest.mark.parametrize(

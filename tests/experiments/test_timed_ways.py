@@ -10,9 +10,12 @@ import typer
 
 from experiments import five_ways, sparse_times, timed_ways
 from experiments.experiment import ExperimentError, parse_config
+from experiments.models import LoadedDrafter, load_model
 from experiments.record import check_row
+from experiments.sparse_settings import named_settings
 from experiments.timing import LoopTiming, time_loops
-from specjax import Statistics
+from experiments.ways import SPARSE_VERIFICATION, TWO_LEVELS
+from specjax import Lossless, Statistics
 from specjax.two_level.level_counts import LevelCounts
 from specjax.two_level.two_level_cost import expected_settled
 
@@ -64,6 +67,17 @@ def test_each_way_is_timed_in_the_real_loop_with_acceptance_made_up_at_both_leve
     assert (levels["steps_between_dense"], levels["dense_step_share"]) == (2.0, 0.0)
     assert levels["tokens_per_s"] == pytest.approx(2 * expected_settled(0.9, 4) / 5e-3)
     assert all(check_row(row) and five_ways.columns(row) and "SYNTHETIC" in five_ways.show(row) for row in rows if row["synthetic"])
+
+
+def test_checks_take_the_place_of_refreshes(monkeypatch):
+    monkeypatch.setattr(timed_ways, "decoding_loop", lambda *models, sparsity, **settings: sparsity)
+    config = parse_config(five_ways.Config, (*WORDS, "refresh_every=3"))
+    target = load_model("tiny", dtype="float32", implementation="auto", cache_dir=None)
+    case = timed_ways.Case(config=config, target=target, drafter=LoadedDrafter("none", None, None, "random"), batch=1, context=96)
+    named, lossless = named_settings(config, target.model.config)[0], Lossless(max_steps=2)
+    assert case.loop(SPARSE_VERIFICATION, named, {"cache": None}).refresh_every == 3
+    checked = case.loop(TWO_LEVELS, named, {"cache": None}, lossless)
+    assert (checked.refresh_every, checked.lossless) == (0, lossless)
 
 
 def test_tokens_of_cycles_are_those_expected_of_what_waited_for_checks():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +19,7 @@ from specjax import (
     speculative_generate,
 )
 from specjax.two_level import measured_costs
-from specjax.two_level.measured_costs import TwoLevelCosts, measure_costs
+from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 from specjax.two_level.two_level_cost import two_level_speedup
 from tests.helpers import ReplayDrafter, random_prompts, recorded, tiny_target
 
@@ -30,21 +31,30 @@ RECORDED = recorded(np.zeros((2, 100)), [20, 17])
 
 def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypatch):
     target, params = tiny_target()
-    ends = {}
+    ends, kept_up = {}, {}
 
     def times(loops, params, state, longest, repeats):
         for name, loop in loops.items():
-            ends[name] = loop(params, state, np.int32(1)).statistics
+            constants = jax.make_jaxpr(loop.__wrapped__)(params, state, np.int32(1)).consts
+            # The rotary frequencies are the model's own in a call as well. All that a call passes is passed here.
+            assert {constant.shape for constant in constants} <= {(target.config.head_dim // 2,)}
+            end = loop(params, state, np.int32(1))
+            ends[name], kept_up[name] = end.statistics, end.target_cache.summaries is not None
+            assert end.target_cache.capacity == 256, "costs are those of the capacity that is asked for"
         return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
 
     monkeypatch.setattr(measured_costs, "_times", times)
-    found = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=CONFIG, num_steps=4)
+    found = measure_costs(
+        target, params, ReplayDrafter(), RECORDED, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=256), num_steps=4
+    )
     assert found == TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
     assert found.lossless() == Lossless(max_steps=2, step_cost=0.25, check_cost=1.25)
     # One loop makes a step of each row, the other a cycle of two and their check; only sparse ones read less.
     assert [int(ends[name].num_steps) for name in ("dense", "sparse", "cycle")] == [2, 2, 4]
     assert [int(ends[name].levels.dense_passes.sum()) for name in ("dense", "sparse", "cycle")] == [0, 0, 2]
     assert [int(ends[name].pass_counts.num_passes.sum()) for name in ("dense", "sparse", "cycle")] == [0, 2, 4]
+    # Dense verification alone, which two levels are held against, has no summaries of blocks.
+    assert kept_up == {"dense": False, "sparse": True, "cycle": True}
     config = dataclasses.replace(CONFIG, sparsity=dataclasses.replace(SPARSE, lossless=None))
     with pytest.raises(ValueError, match="needs config.sparsity.lossless"):
         measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config)
@@ -94,3 +104,29 @@ def test_only_a_synthetic_rule_with_a_rate_for_the_dense_level_may_stand_below_a
         assert dataclasses.replace(CONFIG, verification=rule).verification == rule
     with pytest.raises(ValueError, match="dense_rate must be None or a probability, got 1.5"):
         SyntheticAcceptance(rates=(0.5,), dense_rate=1.5)
+
+
+def test_loops_that_need_more_slots_than_the_call_have_them_and_lost_times_are_an_error_of_their_own(monkeypatch):
+    target, params = tiny_target()
+    capacities = []
+
+    def times(loops, params, state, longest, repeats):
+        capacities.append(state.target_cache.capacity)
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 1.0}
+
+    monkeypatch.setattr(measured_costs, "_times", times)
+    with pytest.raises(CostsUnknown, match="times are lost in noise: check_ms must be a positive finite number, got -1.0"):
+        measure_costs(target, params, None, None, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=32))
+    # Up to 20 tokens, in 24 columns, and nine cycles of up to three; all of it rounded up.
+    assert capacities == [64]
+
+
+def test_loops_without_room_in_the_window_are_told_from_calls_that_are_wrong():
+    target, params = tiny_target()
+    sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=1000))
+    config = dataclasses.replace(CONFIG, sparsity=sparsity)
+    with pytest.raises(CostsUnknown, match=r"have no room: row 0: a prompt of 20 tokens and up to 3003 new ones exceed the model's window"):
+        measure_costs(target, params, None, None, PROMPTS, config=config)
+    with pytest.raises(ValueError, match="prompt token ids must be") as wrong:
+        measure_costs(target, params, None, None, [[10**6]], config=config)
+    assert not isinstance(wrong.value, CostsUnknown)
