@@ -165,8 +165,8 @@ def measure_costs(
     capacity = max(whole_blocks(given_capacity, config.sparsity), checked.cache_capacity or 0)
     checked = dataclasses.replace(checked, cache_capacity=capacity)
     # The request is an argument too: of constants the compiler makes use, and drops from a step what a call's steps have.
-    params = (target_params, drafter_params, jax.device_put(request))
-    state = jax.jit(lambda params: prefill(target, drafter, checked, *params, None))(params)
+    params: Any = (target_params, drafter_params, jax.device_put(request))
+    state = jax.jit(lambda params: prefill(target, drafter, checked, params[0], params[1], params[2], None))(params)
     static = {
         "dense": dataclasses.replace(checked, sparsity=SparsityConfig()),
         "sparse": dataclasses.replace(checked, sparsity=dataclasses.replace(checked.sparsity, lossless=None)),
@@ -174,7 +174,7 @@ def measure_costs(
     }
 
     def loop(how: GenerateConfig) -> Callable[[Any, Any, Any], Any]:
-        return _loop(lambda params, state: decode_step(target, drafter, how, *params, state), how.sparsity)
+        return _loop(lambda params, state: decode_step(target, drafter, how, params[0], params[1], params[2], state), how.sparsity)
 
     loops = {name: loop(how) for name, how in static.items()}
     times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
