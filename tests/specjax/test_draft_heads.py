@@ -120,7 +120,7 @@ class MisrecordedHead(ScreenedHead):
     def scores(self, params: Any, hidden: jax.Array, shared_head: jax.Array | None = None) -> HeadScores:
         true = super().scores(params, hidden, shared_head)
         recorded = head_product(hidden, params["lm_head"]) if self.record == "full" else low_rank_logits(params, hidden)
-        return MisrecordedScores(true.logits, true.token_ids, recorded)
+        return MisrecordedScores(true.logits, true.token_ids, recorded=recorded)
 
 
 @pytest.mark.parametrize("record", ["full", pytest.param("screening", marks=pytest.mark.full)])
