@@ -47,6 +47,10 @@ class Workload:
                     costs = self.costs(named, capacity=prefilled.batches[0].target_cache.capacity)
                     if self.undecided(named, costs):
                         continue
+                    assert dense is not None, "dense verification stands before two levels"
+                    if costs is not None:
+                        tokens = float(dense.statistics.mean_acceptance_length)
+                        print(f"{named.name}: {costs.describe(tokens_per_step=tokens)}", file=sys.stderr)
                 decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
                 if way == PLAIN:
                     plain = decoded
@@ -82,7 +86,7 @@ class Workload:
         target = laid_out_for(self.target, named.sparsity, self.made)
         static = self.static(two_levels(named.sparsity, Lossless(max_steps=self.config.max_sparse_steps, adapt=False)))
         try:
-            costs = measure_costs(
+            return measure_costs(
                 target.model,
                 target.params,
                 self.drafter.drafter,
@@ -95,8 +99,6 @@ class Workload:
             instead = "are left out" if self.undecided(named, None) else "decide by bytes" if self.config.adapt else "do without costs"
             print(f"{named.name}: two levels {instead}, their costs are not known: {error}", file=sys.stderr)
             return None
-        print(f"{named.name}: {costs.describe(tokens_per_step=self.config.mean_acceptance_length)}", file=sys.stderr)
-        return costs
 
     def static(self, sparsity: Any) -> GenerateConfig:
         """A way's static choices."""

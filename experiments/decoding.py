@@ -100,9 +100,7 @@ class Prefilled:
         first, batches = [], []
         for index in range(0, len(prompts), batch):
             rows = prompts[index : index + batch]
-            padded, lengths = np.zeros((batch, width), np.int32), np.ones((batch,), np.int32)
-            for row, prompt in enumerate(rows):
-                padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            padded, lengths = _padded(rows, batch=batch, width=width)
             call = (target.model, target.params, drafter, drafter_params, padded)
             output = speculative_generate(*call, prompt_lengths=lengths, config=static, ignore_eos=True)
             first += np.asarray(output.tokens)[: len(rows), 0].tolist()
@@ -202,11 +200,9 @@ class Decoder:
     def _call(self, rows, *, limit, index):
         if self._prefilled is not None:
             return self._go_on(len(rows), limit=limit, index=index)
-        padded = np.zeros((self._batch, self._width), np.int32)
-        lengths, limits = np.ones((self._batch,), np.int32), np.zeros((self._batch,), np.int32)
-        for row, prompt in enumerate(rows):
-            padded[row, : len(prompt)] = prompt
-            lengths[row], limits[row] = len(prompt), limit  # rows beyond the last prompt have a limit of 0: finished from the start
+        padded, lengths = _padded(rows, batch=self._batch, width=self._width)
+        limits = np.zeros((self._batch,), np.int32)
+        limits[: len(rows)] = limit  # rows beyond the last prompt have a limit of 0: finished from the start
         sampling = SamplingParams(temperature=float(self._temperature)) if self._config.do_sample else None
         rng = jax.random.fold_in(self._rng, index) if self._config.do_sample else None
         output = speculative_generate(
@@ -245,6 +241,14 @@ class Decoder:
             continue_from=self._prefilled.batches[index // self._batch],
         )
         return jax.block_until_ready(dataclasses.replace(output, continuation=None))
+
+
+def _padded(prompts: Sequence[Sequence[int]], *, batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[B,P]` tokens and `[B]` lengths, rows beyond the last prompt of one token."""
+    tokens, lengths = np.zeros((batch, width), np.int32), np.ones((batch,), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    return tokens, lengths
 
 
 def first_divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

@@ -172,7 +172,7 @@ def decoding_loop(
         return decode_step(target, drafter, static, target_params, drafter_params, request, state)
 
     # The request is an argument too: of constants the compiler makes use. With temperature, top-k and top-p known it drops from a sampling
-    # step the branch that might sort, and with it a trip to the host for every token that is drawn, which a call's own steps make.
+    # step the branch that might sort, which a call's own steps have for every token that is drawn.
     arrays = (target_params, drafter_params, jax.device_put(request))
     return Loop(step, arrays, state, num_steps, count=lambda state: jax.device_get(state.statistics))
 

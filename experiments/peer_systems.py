@@ -6,9 +6,11 @@ part: `{batch, tokens, seconds, mean_acceptance_length, load_s}`. torch and vllm
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import json
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,17 +119,15 @@ def _specjax(request: dict[str, Any]) -> Iterator[Part | str]:
             width=bucket(max(map(len, call["prompts"]))),
             eos_token_ids=(),
         )
-        lengths: list[tuple[int, int]] = []
+        calls: list[Any] = []  # their statistics, which are read outside of what is timed
 
-        def decode(rows: Rows, decoder: Any = decoder, lengths: list = lengths) -> list[list[int]]:
+        def decode(rows: Rows, decoder: Any = decoder, calls: list = calls) -> list[list[int]]:
             decoded = decoder(rows)
-            counts = decoded.statistics.summary()
-            lengths.append((counts["steps"], counts["num_accepted_tokens"]))
+            calls.append(decoded.statistics)
             return decoded.tokens
 
-        tokens, seconds = time_calls(decode, call["prompts"], batch=call["batch"], repeats=request["repeats"], warmed=lengths.clear)
-        steps, accepted = (sum(numbers) for numbers in zip(*lengths, strict=True))
-        length = None if drafter is None else 1 + accepted / steps
+        tokens, seconds = time_calls(decode, call["prompts"], batch=call["batch"], repeats=request["repeats"], warmed=calls.clear)
+        length = None if drafter is None else float(functools.reduce(operator.add, calls).mean_acceptance_length)
         yield {"batch": call["batch"], "tokens": tokens, "seconds": seconds, "mean_acceptance_length": length, "load_s": load_s}
 
 

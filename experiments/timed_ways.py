@@ -24,7 +24,7 @@ from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.timing import Loop, LoopTiming, time_loops
 from experiments.ways import DENSE_VERIFICATION, PLAIN, PLAIN_SPARSE, SPARSE_VERIFICATION, TWO_LEVELS, Way, two_levels
 from specjax import Lossless, SyntheticAcceptance
-from specjax.two_level.measured_costs import TwoLevelCosts
+from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts
 from specjax.two_level.two_level_cost import expected_settled
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class Case:
         context_rng, state_rng = jax.random.split(jax.random.key(2))
         tokens = middle.context_tokens(context_rng, self.target.model.config.vocab_size)
         shared = {"cache": cache, "drafter_state": middle.drafter_state(self.drafter.drafter, self.drafter.params, tokens, state_rng)}
-        loops = {(way, None): self.loop(way, None, shared) for way in (DENSE_VERIFICATION, PLAIN)}
+        dense_loop = self.loop(DENSE_VERIFICATION, None, shared)
+        loops = {(DENSE_VERIFICATION, None): dense_loop, (PLAIN, None): self.loop(PLAIN, None, shared)}
         loops |= {(way, named): self.loop(way, named, shared) for named in settings for way in (PLAIN_SPARSE, SPARSE_VERIFICATION)}
         fixed, all_kept = Lossless(max_steps=config.max_sparse_steps, adapt=False), 1.0
         loops |= {(TWO_LEVELS, named): self.loop(TWO_LEVELS, named, shared, fixed, all_kept, num_steps=_CHECK_CYCLES) for named in settings}
@@ -112,7 +113,7 @@ class Case:
         }
         if not checked:
             return
-        times = self._time({None: self.loop(DENSE_VERIFICATION, None, shared)} | checked)
+        times = self._time({None: dense_loop} | checked)
         dense = self._speed(times[None], DENSE_VERIFICATION)
         for named, acceptance in checked:
             yield self.row(TWO_LEVELS, named, times[named, acceptance], plain, dense, acceptance, costs[named])
@@ -153,12 +154,12 @@ class Case:
     def _costs(self, times: dict[Any, LoopTiming], named: NamedSparsity) -> TwoLevelCosts | None:
         """What two levels decide by; `None` where that was lost in noise, which is said."""
         sparse_ms, cycle_ms = (times[way, named].median_ms for way in (SPARSE_VERIFICATION, TWO_LEVELS))
-        steps = self.config.max_sparse_steps
-        dense_ms, check_ms = times[DENSE_VERIFICATION, None].median_ms, cycle_ms - steps * sparse_ms
+        dense_ms = times[DENSE_VERIFICATION, None].median_ms
         try:
-            costs = TwoLevelCosts(dense_ms=dense_ms, sparse_ms=sparse_ms, check_ms=check_ms, max_steps=steps)
-        except ValueError as error:
-            print(f"{named.name}: two levels are left out, times are lost in noise: {error}; use longer loops", file=sys.stderr)
+            measured: dict[str, float] = dict(dense_ms=dense_ms, sparse_ms=sparse_ms, cycle_ms=cycle_ms)
+            costs = TwoLevelCosts.of_times(**measured, max_steps=self.config.max_sparse_steps)
+        except CostsUnknown as error:
+            print(f"{named.name}: two levels are left out, {error}; use longer loops", file=sys.stderr)
             return None
         print(f"{named.name}: {costs.describe(tokens_per_step=self.config.mean_acceptance_length)}", file=sys.stderr)
         return costs

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from specjax.kernels.few_row_attention import TuningConfig
 from specjax.kernels.measured import check_implementation
+from specjax.kernels.precision import full_precision
 
 
 def check_attention(
@@ -73,7 +74,7 @@ def attention_scores(query: jax.Array, keys: jax.Array, *, scale: float) -> jax.
     # m: query heads of one key/value head. Its rows lie together, so that this product and the next are batched over (B, K) alone.
     q_bkmth = query.reshape(batch_size, num_rows, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
     q_bkxh = q_bkmth.reshape(batch_size, num_kv_heads, group_size * num_rows, head_dim)
-    precision = _precision(query)
+    precision = full_precision(query)
     scores_bkxs = jnp.einsum("bkxh,bksh->bkxs", q_bkxh, keys, precision=precision, preferred_element_type=jnp.float32)
     return scores_bkxs.reshape(batch_size, num_kv_heads, group_size, num_rows, num_slots) * scale
 
@@ -94,14 +95,10 @@ def attend(scores_bkmts: jax.Array, values: jax.Array, *, visible: jax.Array, si
     scores_bkmts = jnp.where(visible, scores_bkmts, -jnp.inf)
     weights_bkmts = _softmax(scores_bkmts, sinks)
     weights_bkxs = weights_bkmts.reshape(batch_size, num_kv_heads, group_size * num_rows, num_slots).astype(values.dtype)
-    precision = _precision(values)
+    precision = full_precision(values)
     out_bkxh = jnp.einsum("bkxs,bksh->bkxh", weights_bkxs, values, precision=precision, preferred_element_type=jnp.float32)
     out_bkmth = out_bkxh.reshape(batch_size, num_kv_heads, group_size, num_rows, -1)
     return out_bkmth.transpose(0, 3, 1, 2, 4).reshape(batch_size, num_rows, num_kv_heads * group_size, -1)
-
-
-def _precision(array: jax.Array) -> jax.lax.Precision | None:
-    return jax.lax.Precision.HIGHEST if array.dtype == jnp.float32 else None
 
 
 def _softmax(scores_bkmts: jax.Array, sinks: jax.Array | None) -> jax.Array:

@@ -16,35 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.shapes import (
-    AttentionShape,
-    ChoiceShape,
-    ExpertShape,
-    GatheredShape,
-    LargestShape,
-    LinearShape,
-    LowRankShape,
-    RotaryShape,
-    SelectionShape,
-    Shape,
-    bucket,
-)
+from specjax.kernels.shapes import SHAPE_TYPES, Shape, bucket
 from specjax.kernels.triton_call import what_is_missing
 from specjax.kernels.tuning import Tuning
 
 PATH = Path(__file__).parent / "measured.json"
-_SHAPES = {
-    "cached_attention": AttentionShape,
-    "block_sparse_attention": AttentionShape,
-    "block_selection": SelectionShape,
-    "low_rank_argmax": LowRankShape,
-    "few_row_linear": LinearShape,
-    "rope_and_write": RotaryShape,
-    "expert_products": ExpertShape,
-    "expert_choice": ChoiceShape,
-    "gathered_ffn": GatheredShape,
-    "largest": LargestShape,
-}
 _KEYS = {"device", "op", "dtype", "shape", "implementation", "us", "reference_us"}
 Table = Mapping[tuple[Any, ...], str]
 
@@ -69,12 +45,12 @@ def _read(path: Path, changed_ns: int) -> Table:
     for row in json.loads(path.read_text(encoding="utf-8")):
         if not isinstance(row, dict) or set(row) != _KEYS:
             raise ValueError(f"{path.name}: a row must have the keys {sorted(_KEYS)}, got {row!r}")
-        if row["op"] not in _SHAPES:
-            raise ValueError(f"{path.name}: op must be one of {sorted(_SHAPES)}, got {row['op']!r}")
+        if row["op"] not in SHAPE_TYPES:
+            raise ValueError(f"{path.name}: op must be one of {sorted(SHAPE_TYPES)}, got {row['op']!r}")
         if row["implementation"].partition("@")[0] not in ("reference", "triton"):
             raise ValueError(f"{path.name}: implementation must be 'reference' or 'triton', got {row['implementation']!r}")
         try:
-            shape = _SHAPES[row["op"]](**row["shape"])
+            shape = SHAPE_TYPES[row["op"]](**row["shape"])
         except TypeError as error:
             raise ValueError(f"{path.name}: {row['shape']!r} is no shape of {row['op']}: {error}") from None
         table[row["device"], row["op"], row["dtype"], bucket(shape)] = row["implementation"]
@@ -151,20 +127,20 @@ def dispatch(
     triton: Callable[..., Any],
     reference: Callable[..., Any],
     arrays: tuple[Any, ...],
-    tuned: Callable[[str], Callable[..., Any]] | None = None,
+    tuning: type[Tuning] | None = None,
 ) -> Any:
     """Runs one of two functions of the same arrays.
 
     The Triton kernel of `"auto"` has the reference's derivative, and on other platforms than CUDA the reference runs in its place.
 
     Args:
-        implementation: `"auto"`, `"reference"`, `"triton"`, or with `tuned` `"triton@..."`; see `kernel_choice`.
+        implementation: `"auto"`, `"reference"`, `"triton"`, or with `tuning` `"triton@..."`; see `kernel_choice`.
         shape: What the table knows the call by.
         dtype: Of what is read.
         triton: The kernel.
         reference: The reference.
         arrays: Their positional arguments: pytrees of arrays.
-        tuned: From what stands behind the `@` to the kernel that cuts its work so.
+        tuning: What stands behind the `@`, which the kernel then takes as its `tuning`.
 
     Returns:
         What the function returns.
@@ -172,7 +148,9 @@ def dispatch(
     runs, cut = kernel_choice(implementation, shape, dtype)
     if not runs:
         return reference(*arrays)
-    fast = with_derivative_of(reference, tuned(cut) if cut and tuned is not None else triton)
+    if cut and tuning is not None:
+        triton = functools.partial(triton, tuning=tuning.of_text(cut))
+    fast = with_derivative_of(reference, triton)
     if implementation != "auto":
         return fast(*arrays)
     return lax.platform_dependent(*arrays, cuda=fast, default=reference)

@@ -258,6 +258,19 @@ class ChoiceShape:
 Shape = (
     AttentionShape | SelectionShape | LowRankShape | LinearShape | RotaryShape | ExpertShape | ChoiceShape | LargestShape | GatheredShape
 )
+# Of each operation.
+SHAPE_TYPES: dict[str, type[Shape]] = {
+    "cached_attention": AttentionShape,
+    "block_sparse_attention": AttentionShape,
+    "block_selection": SelectionShape,
+    "low_rank_argmax": LowRankShape,
+    "few_row_linear": LinearShape,
+    "rope_and_write": RotaryShape,
+    "expert_products": ExpertShape,
+    "expert_choice": ChoiceShape,
+    "gathered_ffn": GatheredShape,
+    "largest": LargestShape,
+}
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:

@@ -8,12 +8,14 @@ and `out_type` from 0.4 on.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 # Their rule for dead code has another signature than JAX 0.12 calls: every `jit` around a kernel fails. 0.3.1 has none, and works.
 _WITHOUT_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
@@ -82,3 +84,8 @@ def what_is_missing() -> str | None:
 def power_of_two(size: int) -> int:
     """The power of two at or above a size of at least 1: tiles have such sizes."""
     return 1 << (size - 1).bit_length()
+
+
+def added(parts: jax.Array, *, axis: int = 0) -> jax.Array:
+    """The sum over an axis, one part after another: of a sum over an axis XLA may choose the order."""
+    return functools.reduce(jnp.add, [jax.lax.index_in_dim(parts, index, axis, keepdims=False) for index in range(parts.shape[axis])])

@@ -41,8 +41,3 @@ class Tuning:
         if len(words) != len(names) or not all(word.isdecimal() for word in words):
             raise ValueError(f"expected triton@{':'.join(name.upper() for name in names)}, got {text!r} behind the @")
         return cls(**dict(zip(names, map(int, words), strict=True)))
-
-    @property
-    def text(self) -> str:
-        """What `of_text` reads."""
-        return ":".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))

@@ -23,7 +23,7 @@ class SamplingParams:
     """How to sample; each a scalar or one value a row. All traced: changing them compiles nothing.
 
     But `None` is static: where neither top-k nor top-p is given, the program has no part for them. With values that keep everything it has,
-    and asks for every token whether to skip it, which on a GPU is a trip to the host.
+    and asks for every token whether to skip it, for which a GPU may have to ask the host.
 
     Attributes:
         temperature: Scalar or `[B]` float; 0 (anything below 1e-5) is greedy.

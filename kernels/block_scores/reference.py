@@ -5,13 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.precision import full_precision
+
 
 def block_scores_reference(query: jax.Array, summaries: tuple[jax.Array, ...], *, group: str) -> jax.Array:
     """See `specjax.kernels.block_scores.block_scores`."""
     batch_size, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = summaries[0].shape[1]
     group_size = num_heads // num_kv_heads
-    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    precision = full_precision(query)
     # m: query heads of one key/value head.
     q_bkmrh = query.reshape(batch_size, num_queries, num_kv_heads, group_size, head_dim).transpose(0, 2, 3, 1, 4)
     q_bkxh = q_bkmrh.reshape(batch_size, num_kv_heads, group_size * num_queries, head_dim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -73,7 +72,7 @@ def block_sparse_attention(
         return block_sparse_attention_reference(q, k, v, length, listed.block_ids, listed.num_blocks, **options)
 
     def triton(
-        tuning: TuningConfig | None, q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, listed: Any, mask: Any
+        q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, listed: Any, mask: Any, tuning: TuningConfig | None = None
     ) -> jax.Array:
         return few_row_attention(q, k, v, length, scale=scale, step_mask=mask, listed=listed, tuning=tuning)
 
@@ -81,9 +80,4 @@ def block_sparse_attention(
     if not serves(query.shape, keys.shape[1]):
         return reference(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape, kept_slots=block_ids.shape[2] * block_size, block_size=block_size)
-    functions = dict(triton=functools.partial(triton, None), reference=reference)
-
-    def tuned(text: str) -> Any:
-        return functools.partial(triton, TuningConfig.of_text(text))
-
-    return dispatch(implementation, shape, keys.dtype, **functions, tuned=tuned, arrays=arrays)
+    return dispatch(implementation, shape, keys.dtype, triton=triton, tuning=TuningConfig, reference=reference, arrays=arrays)

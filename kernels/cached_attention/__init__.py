@@ -59,16 +59,13 @@ def cached_attention(
     if sinks is not None and sinks.shape != (query.shape[2],):
         raise ValueError(f"cached_attention: sinks must have a score for each of the {query.shape[2]} heads, got shape {sinks.shape}")
 
-    def positional(attention: Callable[..., jax.Array], **more: Any) -> Callable[..., jax.Array]:
-        options: dict[str, Any] = dict(window=window, scale=scale, **more)
-        return lambda q, k, v, length, mask, sinks: attention(q, k, v, length, step_mask=mask, sinks=sinks, **options)
-
-    def tuned(text: str) -> Callable[..., jax.Array]:
-        return positional(few_row_attention, tuning=TuningConfig.of_text(text))
+    def positional(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        options: dict[str, Any] = dict(window=window, scale=scale)
+        return lambda q, k, v, length, mask, sinks, **how: attention(q, k, v, length, step_mask=mask, sinks=sinks, **options, **how)
 
     arrays = query, keys, values, length, step_mask, sinks
     reference, triton = positional(cached_attention_reference), positional(few_row_attention)
     if not serves(query.shape, keys.shape[1]):
         return reference(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape)
-    return dispatch(implementation, shape, keys.dtype, triton=triton, tuned=tuned, reference=reference, arrays=arrays)
+    return dispatch(implementation, shape, keys.dtype, triton=triton, tuning=TuningConfig, reference=reference, arrays=arrays)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.kernels.precision import full_precision
+
 # Rows at a time: bounds the inner activations, which are E F numbers a row.
 _MAX_ROWS = 512
 
@@ -32,7 +34,7 @@ def expert_products_dense(
 ) -> jax.Array:
     """See `specjax.kernels.expert_products.expert_products`."""
     num_rows, num_experts = x.shape[0], gate_up.shape[0]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = full_precision(x)
 
     def products(x_md: jax.Array, weights_me: jax.Array) -> jax.Array:
         # With the rows repeated it is one product for each expert; otherwise XLA transposes, and so copies, the experts.

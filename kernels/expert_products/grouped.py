@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.kernels.precision import full_precision
+
 _LARGEST_BLOCK = 128
 
 
@@ -38,7 +40,7 @@ def expert_products_grouped(
     num_pairs = num_rows * num_choices
     block = _block_size(num_pairs, num_experts)
     max_blocks = -(-num_pairs // block) + min(num_experts, num_pairs)
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = full_precision(x)
 
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)  # pairs by expert

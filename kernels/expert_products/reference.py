@@ -10,6 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.precision import full_precision
+
 
 def expert_products_reference(
     x: jax.Array,
@@ -24,7 +26,7 @@ def expert_products_reference(
     may_skip: bool,
 ) -> jax.Array:
     """See `specjax.kernels.expert_products.expert_products`."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = full_precision(x)
     sums = {"precision": precision, "preferred_element_type": jnp.float32}
     skipped = (experts == gate_up.shape[0])[:, :, None] if may_skip else None
     if may_skip:

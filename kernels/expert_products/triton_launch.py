@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.gated_unit import GatedUnit
-from specjax.kernels.triton_call import power_of_two, triton_call
+from specjax.kernels.triton_call import added, power_of_two, triton_call
 from specjax.kernels.tuning import Tuning
 
 MAX_ROWS = 64
@@ -143,4 +143,4 @@ def expert_products_triton(
     )
     if may_skip:
         parts = jnp.where((experts == num_experts)[:, :, None], 0.0, parts)
-    return parts.sum(axis=1).astype(x.dtype)
+    return added(parts, axis=1).astype(x.dtype)

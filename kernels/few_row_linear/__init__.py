@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from specjax.kernels.few_row_linear.normed import Normed, rms_norm, value_of
-from specjax.kernels.few_row_linear.reference import few_row_linear_reference, full_precision, product
+from specjax.kernels.few_row_linear.reference import few_row_linear_reference, product, rows_product
 from specjax.kernels.few_row_linear.triton_launch import MAX_ROWS, LinearTuning, few_row_linear_triton, why_not
 from specjax.kernels.measured import check_implementation, dispatch
 from specjax.kernels.shapes import LinearShape
 
-__all__ = ["Normed", "few_row_linear", "full_precision", "product", "rms_norm", "value_of"]
+__all__ = ["Normed", "few_row_linear", "product", "rms_norm", "rows_product", "value_of"]
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 
@@ -69,7 +69,7 @@ def few_row_linear(
     sizes = dict(rows=num_rows, inner=weight.shape[0], columns=math.prod(columns[1:] if gated else columns))
     shape = LinearShape(**sizes, gated=gated, normed=isinstance(x, Normed))
 
-    def flattened(tuning: LinearTuning | None, x: Any, weight: Any, bias: Any, residual: Any) -> jax.Array:
+    def flattened(x: Any, weight: Any, bias: Any, residual: Any, tuning: LinearTuning | None = None) -> jax.Array:
         flat = (shape.inner, 2, shape.columns) if gated else (shape.inner, shape.columns)
         bias = None if bias is None else bias.reshape(flat[1:])
         residual = None if residual is None else residual.reshape(num_rows, -1)
@@ -80,8 +80,8 @@ def few_row_linear(
         implementation,
         shape,
         weight.dtype,
-        triton=functools.partial(flattened, None),
-        tuned=lambda text: functools.partial(flattened, LinearTuning.of_text(text)),
+        triton=flattened,
+        tuning=LinearTuning,
         reference=reference,
         arrays=arrays,
     )

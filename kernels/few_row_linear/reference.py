@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.few_row_linear.normed import Normed, value_of
+from specjax.kernels.precision import full_precision
 
 
 def few_row_linear_reference(x: Normed | jax.Array, weight: jax.Array, bias, residual, *, gated: bool) -> jax.Array:
@@ -27,12 +28,13 @@ def few_row_linear_reference(x: Normed | jax.Array, weight: jax.Array, bias, res
 
 
 def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """`x [..., D] @ weight [D, ...]`, in full float32 when `x` is float32 (TF32 would change which token wins)."""
+    """`x [..., D] @ weight [D, ...]`, in full float32 when `x` is float32."""
     flat = weight.astype(x.dtype).reshape(weight.shape[0], -1)
     out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())), precision=full_precision(x), preferred_element_type=out_dtype)
     return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
-def full_precision(x: jax.Array) -> jax.lax.Precision | None:
-    """The `precision` of a product with `x`: all of float32, where it is float32."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+def rows_product(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """`x [..., D]`, `rows [F,D]` → `[..., F]`."""
+    contracted = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, rows.astype(x.dtype), contracted, precision=full_precision(x))

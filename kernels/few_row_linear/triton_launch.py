@@ -9,7 +9,6 @@ bit. Arrays sharded over a mesh are gathered whole, as of every kernel: `"refere
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.few_row_linear.normed import Normed
-from specjax.kernels.triton_call import power_of_two, triton_call
+from specjax.kernels.triton_call import added, power_of_two, triton_call
 from specjax.kernels.tuning import Tuning
 
 MAX_ROWS = 64
@@ -148,13 +147,8 @@ def few_row_linear_triton(
         return out
     factor = None
     if isinstance(x, Normed):
-        factor = jax.lax.rsqrt(_added(squares) / inner + x.epsilon)
-    return _finished(_added(out), factor, bias, residual, gated=gated).astype(x.dtype)
-
-
-def _added(parts: jax.Array) -> jax.Array:
-    """`[PARTS, ...]` → `[...]`, one after another: XLA may choose the order of a sum over an axis."""
-    return functools.reduce(jnp.add, [parts[index] for index in range(parts.shape[0])])
+        factor = jax.lax.rsqrt(added(squares) / inner + x.epsilon)
+    return _finished(added(out), factor, bias, residual, gated=gated).astype(x.dtype)
 
 
 def _finished(sums: jax.Array, factor: jax.Array | None, bias, residual, *, gated: bool) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from specjax.kernels.few_row_linear import product, rows_product
 from specjax.kernels.gated_unit import GatedUnit
 
 
@@ -20,16 +21,11 @@ def gathered_ffn_reference(
     """See `specjax.kernels.gathered_ffn.gathered_ffn`."""
 
     def of_group(x: jax.Array, activated: jax.Array, channels: jax.Array) -> jax.Array:
-        raised = _product(x, up[channels], contracted=1)
+        raised = rows_product(x, up[channels])
         if up_bias is not None:
             raised = raised + up_bias[channels].astype(raised.dtype)
-        return _product(unit.combine(activated[:, channels], raised), down[channels], contracted=0)
+        return product(unit.combine(activated[:, channels], raised), down[channels])
 
     if x.shape[0] == 1:  # a batch of one product is a product of another kind to XLA
         return of_group(x[0], activated[0], channels[0])[None]
     return jax.vmap(of_group)(x, activated, channels)
-
-
-def _product(x: jax.Array, weight: jax.Array, *, contracted: int) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jax.numpy.float32 else None
-    return jax.lax.dot_general(x, weight.astype(x.dtype), (((1,), (contracted,)), ((), ())), precision=precision)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.gated_unit import GatedUnit
-from specjax.kernels.triton_call import power_of_two, triton_call
+from specjax.kernels.triton_call import added, power_of_two, triton_call
 
 MAX_ROWS = 64
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -77,4 +77,4 @@ def gathered_ffn_triton(
         num_warps=4,
         num_stages=5,  # of an indirect load Triton halves the stages
     )
-    return parts.sum(axis=1).astype(x.dtype)
+    return added(parts, axis=1).astype(x.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.precision import full_precision
+
 
 def low_rank_argmax_reference(hidden: jax.Array, down: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     """See `specjax.kernels.low_rank_argmax.low_rank_argmax`."""
@@ -19,5 +21,5 @@ def inner_product(hidden: jax.Array, down: jax.Array) -> jax.Array:
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = full_precision(x)
     return jnp.einsum("mi,oi->mo", x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)

@@ -14,6 +14,7 @@ from jax import lax
 
 from specjax.kernels.block_scores import block_scores
 from specjax.kernels.block_selection import block_selection, top_blocks
+from specjax.kernels.precision import full_precision
 from specjax.sparsity.attention_sparsity import SparseAttention
 
 
@@ -172,7 +173,7 @@ def _attention_mass(settings: SparseAttention, query: jax.Array, keys: jax.Array
     batch_size, num_queries, num_heads, head_dim = query.shape
     num_kv_heads, capacity = keys.shape[1:3]
     q_brkmh = query.reshape(batch_size, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    precision = full_precision(query)
     scores = jnp.einsum("brkmh,bksh->bkmrs", q_brkmh, keys, precision=precision, preferred_element_type=jnp.float32)
     committed = (jnp.arange(capacity) < length[:, None])[:, None, None, None, :]
     weights = jax.nn.softmax(jnp.where(committed, scores * head_dim**-0.5, -jnp.inf), axis=-1)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from specjax.kernels.few_row_linear import Normed, full_precision, product
+from specjax.kernels.few_row_linear import Normed, product
+from specjax.kernels.precision import full_precision
 
-__all__ = ["PROJECTION_INIT", "PureModule", "RMSNorm", "float32_einsum", "full_precision", "head_product", "product"]
+__all__ = ["PROJECTION_INIT", "PureModule", "RMSNorm", "float32_einsum", "head_product", "product"]
 
 PROJECTION_INIT = nn.initializers.normal(0.02)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from specjax.models.layers import full_precision, product
+from specjax.kernels.few_row_linear import product, rows_product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,3 @@ def split_gate_up(params: dict[str, Any]) -> dict[str, Any]:
         return layer | {"mlp": others | {"gate": mlp["gate_up"][:, 0], "up": mlp["gate_up"][:, 1].T}}
 
     return {name: split(part) if name.startswith("layer_") else part for name, part in params.items()}
-
-
-def rows_product(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x [..., D]`, `rows [F,D]` → `[..., F]`."""
-    contracted = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, rows.astype(x.dtype), contracted, precision=full_precision(x))

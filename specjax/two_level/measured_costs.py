@@ -56,6 +56,18 @@ class TwoLevelCosts:
     def __post_init__(self) -> None:
         require_positive(dense_ms=self.dense_ms, sparse_ms=self.sparse_ms, check_ms=self.check_ms)
 
+    @classmethod
+    def of_times(cls, *, dense_ms: float, sparse_ms: float, cycle_ms: float, max_steps: int) -> TwoLevelCosts:
+        """From the time of a cycle: `max_steps` sparse steps and their check.
+
+        Raises:
+            CostsUnknown: A time, or what is left of a cycle for its check, is not positive.
+        """
+        try:
+            return cls(dense_ms=dense_ms, sparse_ms=sparse_ms, check_ms=cycle_ms - max_steps * sparse_ms, max_steps=max_steps)
+        except ValueError as error:
+            raise CostsUnknown(f"times are lost in noise: {error}") from None
+
     @property
     def step_cost(self) -> float:
         """A sparse step over a dense one."""
@@ -178,11 +190,7 @@ def measure_costs(
 
     loops = {name: loop(how) for name, how in static.items()}
     times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
-    check_ms = times["cycle"] - lossless.max_steps * times["sparse"]
-    try:
-        return TwoLevelCosts(dense_ms=times["dense"], sparse_ms=times["sparse"], check_ms=check_ms, max_steps=lossless.max_steps)
-    except ValueError as error:
-        raise CostsUnknown(f"times are lost in noise: {error}") from None
+    return TwoLevelCosts.of_times(**{f"{name}_ms": value for name, value in times.items()}, max_steps=lossless.max_steps)
 
 
 def room_for_loops(lossless: Lossless, draft_length: int, num_steps: int = 16) -> int:

@@ -16,7 +16,8 @@ from specjax.checks import require_size
 from specjax.drafting.heads.draft_head import HeadScores, matrix
 from specjax.drafting.heads.low_rank import LowRankHead, low_rank_logits
 from specjax.kernels.largest import largest
-from specjax.models.layers import PROJECTION_INIT, full_precision, head_product
+from specjax.kernels.precision import full_precision
+from specjax.models.layers import PROJECTION_INIT, head_product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
