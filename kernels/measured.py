@@ -166,7 +166,8 @@ def with_derivative_of(reference: Callable[..., Any], fast: Callable[..., Any]) 
 
 def with_batches_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
     """`fast`, which `jax.vmap` knows nothing of; where it maps, `reference` runs."""
-    function = jax.custom_batching.custom_vmap(fast)
+    # Of arrays alone: JAX would hand the reference what a kernel's other arguments have as defaults.
+    function = jax.custom_batching.custom_vmap(lambda *arrays: fast(*arrays))
 
     @function.def_vmap
     def mapped(axis_size: int, is_mapped: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:

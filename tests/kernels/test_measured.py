@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specjax.kernels.cases import takes
+from specjax.kernels.few_row_linear import LinearTuning
 from specjax.kernels.measured import dispatch, fastest, read_table
 from specjax.kernels.shape_lists import SHAPES
 from specjax.kernels.shapes import AttentionShape, ExpertShape, LinearShape, LowRankShape, bucket
@@ -108,6 +109,19 @@ def test_where_vmap_maps_a_kernel_the_reference_runs_in_its_place() -> None:
     for add, axis in ((None, None), (jnp.ones(3), None), (x, 0)):
         np.testing.assert_array_equal(jax.jit(jax.vmap(run, in_axes=(0, axis)))(x, add), 2 * x)
     np.testing.assert_array_equal(jax.grad(lambda x: jax.vmap(run, in_axes=(0, None))(x, None).sum())(x), 2 * x)
+
+
+def test_a_kernel_is_given_its_cut_and_the_reference_is_not() -> None:
+    def kernel(x: jax.Array, tuning: LinearTuning | None = None) -> jax.Array:
+        return x * (3 if tuning is None else tuning.block_d)
+
+    def run(x: jax.Array, implementation: str) -> jax.Array:
+        functions: dict[str, Any] = dict(triton=kernel, tuning=LinearTuning, reference=lambda x: x * 2)
+        return dispatch(implementation, SHAPE, x.dtype, **functions, arrays=(x,))
+
+    for name, factor in (("triton", 3), ("triton@64:32:4:5:1:1", 64)):
+        value, gradient = jax.value_and_grad(run)(jnp.float32(1), name)
+        assert (float(value), float(gradient)) == (factor, 2)
 
 
 def test_the_shapes_that_are_measured_do_not_stand_for_one_another() -> None:
