@@ -37,4 +37,6 @@ def step_cost_from_bytes(sparsity: SparsityConfig, model: ModelConfig, params: A
         kept = length if sparsity.attention is None else sparsity.attention.budget_tokens(length)
         dense_tokens += seen.astype(jnp.float32).sum()
         sparse_tokens += (kept if layer in sparse else seen).astype(jnp.float32).sum()
+    # As floats: beside arrays a Python integer becomes an int32, which bytes of a few GB exceed.
+    weights, token_bytes = float(weights), float(token_bytes)
     return (weights + token_bytes * sparse_tokens) / (weights + token_bytes * dense_tokens)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import Lossless, SparseAttention, SparsityConfig
+from specjax import Lossless, SparseAttention, SparsityConfig, Transformer
 from specjax.sparsity.step_cost import step_cost_from_bytes
 from specjax.two_level.level_counts import LevelCounts
 from specjax.two_level.pace import Pace
@@ -109,6 +109,16 @@ def test_the_cost_by_bytes_is_weights_and_what_attention_keeps() -> None:
     dense = weights + token_bytes * (2 * (100 + 20) + 8 + 8)
     sparse = weights + token_bytes * (2 * (40 + 20) + 8 + 8)
     assert float(got) == pytest.approx(sparse / dense, rel=1e-6)
+
+
+def test_the_cost_by_bytes_counts_weights_of_more_than_two_gigabytes() -> None:
+    config = tiny_config(vocab_size=2**19, hidden_size=2**12)  # 8.6 GB of float32 for the head alone: a Python integer that no int32 holds
+    model = Transformer(config)
+    params = jax.eval_shape(model.init_params, jax.random.key(0))
+    cache = jax.eval_shape(lambda: model.init_cache(batch_size=1, capacity=64))
+    sparsity = SparsityConfig(attention=SparseAttention(block_size=8, keep=0.25, dense_below=16))
+    got = jax.jit(lambda length: step_cost_from_bytes(sparsity, config, params, cache, length))(jnp.array([64]))
+    assert float(got) == pytest.approx(1.0, abs=1e-5)  # keys and values of 64 tokens are nothing beside them
 
 
 def test_the_summary_names_the_acceptance_and_the_break_even() -> None:
