@@ -243,6 +243,15 @@ def show(row: dict) -> str:
     return text + f"{checks}: {row['speedup']:.2f} x" + ("" if row["speedup"] > 1 else " (loses)")
 
 
+def table_rows(rows: list[dict]) -> list[dict]:
+    """What was measured, and of what dense checks leave of it the best of each context and batch."""
+    computed = [row for row in rows if row["steps_between_dense"] is not None and row["speedup"] is not None]
+    best: dict[tuple, dict] = {}
+    for row in sorted(computed, key=lambda row: row["speedup"]):
+        best[row["context"], row["batch"], row["rows"]] = row
+    return [row for row in rows if row["steps_between_dense"] is None or any(row is found for found in best.values())]
+
+
 def columns(row: dict) -> dict:
     """What the report shows of a row."""
     return {

@@ -31,6 +31,14 @@ def test_every_setting_has_a_row_without_checks_and_one_for_each_of_them():
     assert all(sparse_latency.columns(row) and sparse_latency.show(row) for row in rows)
 
 
+def test_the_table_shows_what_was_measured_and_the_best_that_checks_leave():
+    common = {"batch": 1, "rows": 6}
+    names = ("context", "steps_between_dense", "speedup")
+    found = [(8, None, 2.0), (8, 4, 0.9), (8, 8, 1.1), (9, None, None), (9, 4, None), (9, 8, 0.5)]
+    rows = [common | dict(zip(names, row, strict=True)) for row in found]
+    assert [tuple(row[name] for name in names) for row in sparse_latency.table_rows(rows)] == [found[n] for n in (0, 2, 3, 5)]
+
+
 def test_a_step_costs_what_was_measured_and_checks_cost_what_the_arithmetic_says():
     config, times = sparse_latency.Config(mean_acceptance_length=3.0), {None: 6.0, "half": 3.0, 4: 9.0, "lost": -0.1}
     lossy = sparse_latency.costs(config, times, "half", rows=6)
