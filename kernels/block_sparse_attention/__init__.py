@@ -46,7 +46,7 @@ def block_sparse_attention(
         scale: Factor on the scores.
         step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
         row_mask: `[B,K,T,C]` bool, which of the listed blocks each row attends to; `None` is all.
-        implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 16 rows (128 rows times N / K); passes of
+        implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 64 rows (512 rows times N / K); passes of
             more rows are the reference's; `"triton@..."` also says how the work is cut, as its `TuningConfig` does. `"auto"` takes what
             was measured to be the fastest: see `specjax.kernels.measured`.
 

@@ -1,12 +1,14 @@
-"""Attention of up to 16 rows over a long cache or over listed blocks of it: what `"triton"` means in two operations.
+"""Attention of up to 64 rows over a long cache or over listed blocks of it: what `"triton"` means in two operations.
 
 Serves `cached_attention` and `block_sparse_attention`, whose references are its specification.
 
-Reads the slots below `length + T` (of listed blocks, in the window) once: `2 H` numbers each, for all rows and query heads of a key/value
-head. Aims at the memory's bandwidth; T rows times N / K query heads are at most 128 rows of a matrix product, far below what would make it
-the limit. Writes `[B,T,N,H]`, and with P parts `B N T P H` float32 besides, which a second launch merges in a fixed order: results repeat
-bit for bit. bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a
-mesh are gathered whole, for XLA knows nothing of a kernel's insides: `"reference"` is for those.
+Reads the slots below `length + T` (of listed blocks, in the window): `2 H` numbers each, for T rows times N / K query heads of a key/value
+head. Up to 128 of these packed rows are one product, for which the memory's bandwidth is the limit. More of them (of a pass that checks
+several sparse steps) are several programs a part, side by side in the grid, so that what one reads the next finds in the L2.
+
+Writes `[B,T,N,H]`, and with P parts `B N T P H` float32 besides, which a second launch merges in a fixed order: results repeat bit for bit.
+bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a mesh are gathered
+whole, for XLA knows nothing of a kernel's insides: `"reference"` is for those.
 
 One launch whose last program merges was left aside: its counter must be zeroed before every launch, and that is a launch too.
 """
@@ -20,13 +22,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from specjax.kernels.triton_call import power_of_two, triton_call
 from specjax.kernels.tuning import Tuning
 
-MAX_ROWS = 16
-MAX_PACKED_ROWS = 128
+MAX_ROWS = 64
+MAX_PACKED_ROWS = 512
+_WORD = 32  # bits of a mask's word
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 # Two programs for each of an H200's 132 multiprocessors: while one waits for its first tile, the other reads.
 _PROGRAMS = 264
@@ -34,13 +37,14 @@ _PROGRAMS = 264
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningConfig(Tuning):
-    """How the work is cut; `triton@PARTS:BLOCK_SLOTS:NUM_WARPS:NUM_STAGES` in the name of an implementation.
+    """How the work is cut; `triton@PARTS:BLOCK_SLOTS:NUM_WARPS:NUM_STAGES:BLOCK_ROWS` in the name of an implementation.
 
     Attributes:
         parts: Programs that share the slots of one batch row and key/value head; a power of two.
         block_slots: Slots of a tile; a power of two.
         num_warps: Warps a program.
         num_stages: Tiles in flight.
+        block_rows: Packed rows a program at most; a power of two.
 
     Raises:
         ValueError: A size that Triton cannot work with.
@@ -50,8 +54,11 @@ class TuningConfig(Tuning):
     block_slots: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    block_rows: int = 128
 
-    POWERS_OF_TWO: ClassVar[Mapping[str, tuple[int, int]]] = dict(parts=(1, 128), block_slots=(16, 256), num_warps=(1, 16))
+    POWERS_OF_TWO: ClassVar[Mapping[str, tuple[int, int]]] = dict(
+        parts=(1, 128), block_slots=(16, 256), num_warps=(1, 16), block_rows=(16, 256)
+    )
     COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
 
 
@@ -115,7 +122,8 @@ def default_tuning(*, packed_rows: int, num_heads: int, num_slots: int, slot_byt
         block_slots > 16 and block_slots * slot_bytes > 16384
     ):  # keys and values of two tiles, and the queries, fit a multiprocessor twice
         block_slots //= 2
-    wanted = max(1, min(_PROGRAMS // num_heads, -(-num_slots // block_slots), 128))
+    programs = num_heads * -(-packed_rows // TuningConfig.block_rows)  # without parts
+    wanted = max(1, min(_PROGRAMS // programs, -(-num_slots // block_slots), 128))
     return TuningConfig(
         parts=1 << (wanted.bit_length() - 1),  # the power of two at or below
         block_slots=block_slots,
@@ -179,12 +187,15 @@ def few_row_attention(
     constants: dict[str, Any] = dict(
         CAPACITY=capacity, SCALE=float(scale) * math.log2(math.e), WINDOW=window or 0, LISTED=listed is not None, WIDTH=width
     )
-    constants |= dict(BLOCK_SIZE=1 if listed is None else listed.block_size, BLOCK_M=max(16, power_of_two(packed_rows)))
+    block_rows = max(16, min(tuning.block_rows, power_of_two(packed_rows)))
+    constants |= dict(BLOCK_SIZE=1 if listed is None else listed.block_size, BLOCK_M=block_rows)
+    constants |= dict(IS_CAUSAL=step_mask is None, MASK_WORDS=-(-num_rows // _WORD))
     constants |= dict(HAS_ROW_MASK=listed is not None and listed.row_mask is not None, BLOCK_S=tuning.block_slots)
     unread = length  # stands where the kernel reads nothing
     block_ids, num_blocks = (unread, unread) if listed is None else (listed.block_ids, listed.num_blocks)
     row_mask = unread if listed is None or listed.row_mask is None else listed.row_mask
-    arrays = [query, keys, values, length, _step_bits(step_mask, num_rows), block_ids, num_blocks, row_mask]
+    step_bits = unread if step_mask is None else _step_bits(step_mask)
+    arrays = [query, keys, values, length, step_bits, block_ids, num_blocks, row_mask]
     arrays.append(unread if sinks is None else sinks)
 
     result = jax.ShapeDtypeStruct(query.shape, query.dtype)
@@ -196,7 +207,7 @@ def few_row_attention(
         "attend_part",
         *arrays,
         out_shapes=[result, one, one] if tuning.parts == 1 else parts,
-        grid=(tuning.parts, batch_size * num_kv_heads),
+        grid=(-(-packed_rows // block_rows), tuning.parts, batch_size * num_kv_heads),
         constants=sizes | constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -208,8 +219,8 @@ def few_row_attention(
     return triton_call("few_row_attention", "merge_parts", *attended, arrays[-1], **options)[0]
 
 
-def _step_bits(step_mask: jax.Array | None, num_rows: int) -> jax.Array:
-    """`[T]` int32: bit u of entry t says whether new row t attends to new row u."""
-    if step_mask is None:
-        return jnp.asarray((2 << np.arange(num_rows)) - 1, jnp.int32)
-    return (jnp.asarray(step_mask, jnp.int32) << jnp.arange(num_rows, dtype=jnp.int32)).sum(axis=1, dtype=jnp.int32)
+def _step_bits(step_mask: jax.Array) -> jax.Array:
+    """`[T,W]` int32: bit u % 32 of word u // 32 of row t says whether new row t attends to new row u."""
+    num_rows = step_mask.shape[0]
+    words = jnp.pad(jnp.asarray(step_mask, jnp.uint32), ((0, 0), (0, -num_rows % _WORD))).reshape(num_rows, -1, _WORD)
+    return lax.bitcast_convert_type((words << jnp.arange(_WORD, dtype=jnp.uint32)).sum(axis=2, dtype=jnp.uint32), jnp.int32)

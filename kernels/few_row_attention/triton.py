@@ -17,7 +17,7 @@ def attend_part(
     keys,  # [B,K,S,H]
     values,  # [B,K,S,H]
     length,  # [B] int32
-    step_bits,  # [T] int32: bit u of row t says whether new row t attends to new row u
+    step_bits,  # [T,W] int32: bit u % 32 of word u // 32 of row t says whether new row t attends to new row u; read unless IS_CAUSAL
     block_ids,  # [B,K,C] int32; read where LISTED
     num_blocks,  # [B,K] int32; read where LISTED
     row_mask,  # [B,K,T,C] bool; read where HAS_ROW_MASK
@@ -35,6 +35,8 @@ def attend_part(
     LISTED: tl.constexpr,
     WIDTH: tl.constexpr,  # C
     BLOCK_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    MASK_WORDS: tl.constexpr,  # W
     HAS_ROW_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -42,16 +44,19 @@ def attend_part(
     BLOCK_S: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One part of the slots of one batch row and key/value head; row r of M is query head r % GROUP of new row r // GROUP."""
-    part, head = tl.program_id(0), tl.program_id(1)
+    """BLOCK_M rows, one part of the slots of a batch row and key/value head; row r of M is query head r % GROUP of new row r // GROUP."""
+    part, head = tl.program_id(1), tl.program_id(2)
     batch, kv_head = head // NUM_KV_HEADS, head % NUM_KV_HEADS
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
+    rows, columns = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
     new_row, member = rows // GROUP, rows % GROUP
     is_row, is_column = rows < NUM_ROWS * GROUP, columns < HEAD_DIM
     q_offsets = ((batch * NUM_ROWS + new_row) * NUM_KV_HEADS * GROUP + kv_head * GROUP + member) * HEAD_DIM
     in_query = is_row[:, None] & is_column[None, :]
     q = tl.load(query + q_offsets[:, None] + columns[None, :], mask=in_query, other=0.0)
-    bits = tl.load(step_bits + new_row, mask=is_row, other=0)
+    if not IS_CAUSAL:
+        bits = tl.load(step_bits + new_row * MASK_WORDS, mask=is_row, other=0)
+        if MASK_WORDS == 2:
+            more_bits = tl.load(step_bits + new_row * MASK_WORDS + 1, mask=is_row, other=0)
     committed = tl.load(length + batch)
     end = tl.minimum(committed + NUM_ROWS, CAPACITY)
 
@@ -83,8 +88,15 @@ def attend_part(
         k = tl.load(keys + offsets, mask=in_cache, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
         behind = slot - committed  # 0 is the first new row
-        among_new = (bits[:, None] >> tl.minimum(tl.maximum(behind, 0), 31)[None, :]) & 1
-        visible = is_slot[None, :] & ((behind < 0)[None, :] | (among_new != 0))
+        if IS_CAUSAL:
+            among_new = behind[None, :] <= new_row[:, None]
+        else:
+            place_in_word = (tl.maximum(behind, 0) % 32)[None, :]
+            among_new = ((bits[:, None] >> place_in_word) & 1) != 0
+            if MASK_WORDS == 2:
+                among_more = ((more_bits[:, None] >> place_in_word) & 1) != 0
+                among_new = tl.where((behind < 32)[None, :], among_new, among_more)
+        visible = is_slot[None, :] & ((behind < 0)[None, :] | among_new)
         if WINDOW > 0:
             visible = visible & (behind[None, :] > new_row[:, None] - WINDOW)
         if HAS_ROW_MASK:

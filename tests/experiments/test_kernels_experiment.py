@@ -66,7 +66,7 @@ def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_
     [
         (["shapes=huge"], "shapes must be one of full, tiny, got 'huge'"),
         (["ops=matmul"], "ops must be some of .*cached_attention.*, got matmul"),
-        (["implementations=reference,triton@3:64:4:3"], "no operation that is measured can be cut as 'triton@3:64:4:3' says"),
+        (["implementations=reference,triton@3:64:4:3:128"], "no operation that is measured can be cut as 'triton@3:64:4:3:128' says"),
         (["implementations=reference,triton@fast"], "no operation that is measured can be cut as 'triton@fast' says"),
         (["implementations=reference,triton@8:64:64:4:4"], "can be cut as 'triton@8:64:64:4:4' says"),
         (["implementations=reference,triton@2:16:4:2", "ops=few_row_linear,expert_products"], "can be cut as 'triton@2:16:4:2' says"),
@@ -82,7 +82,7 @@ def test_unknown_settings_are_refused(words: list[str], message: str) -> None:
 @needs_triton
 def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "what_is_missing", lambda: None)
-    cuts = "triton@2:16:4:2,triton@16:16:4:2:2:1,triton@16:16:16:4:2"
+    cuts = "triton@2:16:4:2:128,triton@16:16:4:2:2:1,triton@16:16:16:4:2"
     words = [word for word in SMALL if "implementations" not in word] + [f"implementations=reference,{cuts}"]
     with interpreted():
         ops = "cached_attention,low_rank_argmax,few_row_linear,expert_products"
@@ -90,7 +90,7 @@ def test_a_tuned_kernel_is_measured_beside_the_reference_where_it_exists(monkeyp
         assert {"merge_parts", "multiply_strip", "weighted_down"} <= set(launches)
     assert [(row["op"], row["implementation"]) for row in rows] == [
         ("cached_attention", "reference"),
-        ("cached_attention", "triton@2:16:4:2"),
+        ("cached_attention", "triton@2:16:4:2:128"),
         ("low_rank_argmax", "reference"),
         ("few_row_linear", "reference"),
         ("few_row_linear", "triton@16:16:4:2:2:1"),
@@ -130,7 +130,7 @@ def test_tuning_fills_the_table_that_auto_reads(tmp_path: Path, monkeypatch: pyt
     measured[:] = [(first, dict(reference=1.0, triton=2.0))]
     assert [row["implementation"] for row in tune.run(config)] == ["reference"]
     assert fastest(first, jnp.bfloat16, table=read_table(path)) == "reference"
-    cut = "triton@2:16:4:2"
+    cut = "triton@2:16:4:2:128"
     measured[:] = [(first, {"reference": 2.0, "triton": 1.0, cut: 0.9}), (second, {"reference": 2.0, "triton": 1.0, cut: 0.98})]
     assert [row["implementation"] for row in tune.run(config)] == [cut, "triton"]
     assert fastest(first, jnp.bfloat16, table=read_table(path)) == cut

@@ -204,8 +204,24 @@ def test_sparse_attention_has_the_derivative_of_the_reference_too() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("rows", "group", "block_rows"),
+    [(25, 2, 16), pytest.param(49, 4, 64, marks=FULL), pytest.param(64, 1, 16, marks=FULL), pytest.param(17, 7, 128, marks=FULL)],
+)
+def test_rows_of_several_programs_equal_the_reference(rows: int, group: int, block_rows: int) -> None:
+    tree = np.tril(np.random.default_rng(0).random((rows, rows)) < 0.5) | np.eye(rows, dtype=bool)
+    for mask in (None, tree):
+        arrays = case([0, 63, 128 - rows], rows=rows, group=group, head_dim=16, kv_heads=2)
+        tuning = TuningConfig(parts=2, block_slots=16, block_rows=block_rows)
+        with interpreted():
+            got, again = (few_row_attention(*arrays, scale=0.25, step_mask=mask, tuning=tuning) for _ in range(2))
+        assert_close(got, cached_attention(*arrays, scale=0.25, step_mask=mask))
+        np.testing.assert_array_equal(got, again)
+
+
+@needs_triton
 def test_more_rows_than_the_kernel_is_meant_for_are_the_references() -> None:
-    arrays = case([0], rows=17, group=1, head_dim=16)
+    arrays = case([0], rows=65, group=1, head_dim=16, slots=192)
     with interpreted():
         got = cached_attention(*arrays, scale=0.25, implementation="triton")
         assert launches == []
@@ -223,11 +239,11 @@ def test_what_the_kernel_was_not_written_for_is_refused(query_dtype: Any, head_d
         cached_attention(query.astype(query_dtype), keys, values, length, scale=1.0, implementation="triton")
 
 
-def test_few_rows_are_up_to_sixteen_and_128_with_their_query_heads() -> None:
-    assert serves((1, 16, 64, 128), 8)
-    assert not serves((1, 17, 8, 128), 8)
-    assert serves((9, 8, 128, 128), 8)
-    assert not serves((9, 9, 128, 128), 8)
+def test_few_rows_are_up_to_64_and_512_with_their_query_heads() -> None:
+    assert serves((1, 64, 64, 128), 8)
+    assert not serves((1, 65, 8, 128), 8)
+    assert serves((9, 32, 128, 128), 8)
+    assert not serves((9, 33, 128, 128), 8)
 
 
 def test_the_parts_fill_the_device_and_are_never_more_than_the_tiles() -> None:
@@ -239,6 +255,8 @@ def test_the_parts_fill_the_device_and_are_never_more_than_the_tiles() -> None:
     assert parts(512, 2048) == 1
     assert parts(8, 128) == 2
     assert parts(1, 10**6) == 128
+    check = default_tuning(packed_rows=49 * 4, num_heads=8, num_slots=131072, slot_bytes=256, is_listed=False)
+    assert (check.parts, check.block_rows, check.num_warps) == (16, 128, 8)  # two programs a part
 
 
 @pytest.mark.parametrize(
@@ -248,6 +266,7 @@ def test_the_parts_fill_the_device_and_are_never_more_than_the_tiles() -> None:
         (dict(parts=1, block_slots=8), "block_slots must be a power of two from 16 to 256, got 8"),
         (dict(parts=1, num_warps=0), "num_warps must be a power of two from 1 to 16, got 0"),
         (dict(parts=1, num_stages=9), "num_stages must be an int from 1 to 8, got 9"),
+        (dict(parts=1, block_rows=8), "block_rows must be a power of two from 16 to 256, got 8"),
     ],
 )
 def test_a_tuning_that_cannot_be_is_refused(sizes: dict[str, int], message: str) -> None:

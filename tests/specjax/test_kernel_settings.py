@@ -26,8 +26,8 @@ def test_one_implementation_is_for_all_operations_that_have_it() -> None:
     assert Kernels.of("reference").experts == "reference"
     everything = Kernels(**{field.name: "triton" for field in dataclasses.fields(Kernels)})
     assert Kernels.of("triton") == everything
-    some = Kernels(attention="triton@2:64:4:3", projections="reference")
-    assert Kernels.of("attention=triton@2:64:4:3+projections=reference") == some
+    some = Kernels(attention="triton@2:64:4:3:128", projections="reference")
+    assert Kernels.of("attention=triton@2:64:4:3:128+projections=reference") == some
 
 
 @pytest.mark.parametrize(
