@@ -7,8 +7,8 @@ head. Up to 128 of these packed rows are one product, for which the memory's ban
 several sparse steps) are several programs a part, side by side in the grid, so that what one reads the next finds in the L2.
 
 Writes `[B,T,N,H]`, and with P parts `B N T P H` float32 besides, which a second launch merges in a fixed order: results repeat bit for bit.
-bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a mesh are gathered
-whole, for XLA knows nothing of a kernel's insides: `"reference"` is for those.
+bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a mesh are
+gathered whole, for XLA knows nothing of a kernel's insides: `"reference"` is for those.
 
 One launch whose last program merges was left aside: its counter must be zeroed before every launch, and that is a launch too.
 """
