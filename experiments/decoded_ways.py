@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
 from specjax import GenerateConfig, Lossless
-from specjax.capacity import bucket
+from specjax.capacity import bucket, rounded_capacity
 from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ class Workload:
         """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""
         config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
         behind = config.new_tokens + config.max_sparse_steps * num_rows + num_rows + PADDING
-        step = math.lcm(64, config.block_size)
-        static = dataclasses.replace(self.static(DENSE), cache_capacity=-(-(width + behind) // step) * step)
+        static = dataclasses.replace(self.static(DENSE), cache_capacity=rounded_capacity(width + behind, config.block_size))
         sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
         return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 

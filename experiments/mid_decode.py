@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from experiments.presets import kv_bytes, random_array
 from experiments.record import device
 from experiments.timing import Loop
 from specjax import GenerateConfig, SamplingParams, SparsityConfig, Transformer
+from specjax.capacity import rounded_capacity
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.eagle3_drafter import Eagle3State
 from specjax.generate import decode_step, prepare_call
@@ -70,8 +70,7 @@ class Middle:
     @property
     def capacity(self) -> int:
         """Slots a row."""
-        step = math.lcm(64, self.block_size)
-        return -(-(self.context + self.margin) // step) * step
+        return rounded_capacity(self.context + self.margin, self.block_size)
 
     def context_tokens(self, rng: jax.Array, vocab_size: int) -> Context:
         """Random tokens, as many as there are slots."""

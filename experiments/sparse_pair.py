@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from experiments.decoding import Decoder, Prefilled
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, laid_out_for
 from specjax import GenerateConfig, SparsityConfig
-from specjax.capacity import bucket
+from specjax.capacity import bucket, rounded_capacity
 from specjax.models.kv_cache import KVCache
 from specjax.sparsity.agreement import Agreement, measure_agreement
 
@@ -68,9 +67,8 @@ class Pair:
         if not self.share_prefill:
             return None
         # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
-        step = math.lcm(64, self.block_size)
-        room = longest + 2 * self.num_speculative_tokens + PADDING
-        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + PADDING) // step) * step)
+        room = max(longest + 2 * self.num_speculative_tokens, width) + PADDING
+        static = dataclasses.replace(self._static(DENSE), cache_capacity=rounded_capacity(room, self.block_size))
         drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
         return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from specjax.generate_config import GenerateConfig
 from specjax.sparsity.sparsity_config import SparsityConfig
 
-# Capacities are rounded up to a multiple of this.
-_STEP = 64
+# Capacities are rounded up to a multiple of this, and of the power of two that is a 64th to a 32nd of them.
+_STEP, _STEPS = 64, 32
 
 
 def bucket(size: int, smallest: int = 16) -> int:
@@ -40,6 +42,21 @@ def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: in
     return max(start + max(padded, num_columns + num_new + draft_length + 1), refresh_rows)
 
 
+def rounded_capacity(slots: int, block_size: int = 1) -> int:
+    """At least as many slots, in whole blocks, and a multiple of a large power of two: at most 1/32 of a large cache is padding.
+
+    Calls of about the same length then share a program. And XLA divides its products over the slots among a GPU's multiprocessors by powers
+    of two: in one run attention over 131,968 slots, 1,031 times 128, took 1.6 times as long as over 131,072 in another.
+
+    Args:
+        slots: That are needed.
+        block_size: Slots a block.
+    """
+    step = max(_STEP, 1 << max(slots // _STEPS, 1).bit_length() - 1)
+    step = math.lcm(step, block_size)
+    return -(-slots // step) * step
+
+
 def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start: int | None) -> int:
     """How many slots to allocate: whole blocks where attention is sparse.
 
@@ -54,7 +71,7 @@ def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start:
     """
     if config.cache_capacity is None:
         needed += present if start is None else 0
-        return whole_blocks(present if present >= needed else -(-needed // _STEP) * _STEP, config.sparsity)
+        return whole_blocks(present if present >= needed else rounded_capacity(needed), config.sparsity)
     if needed > max(config.cache_capacity, present):
         earlier = f" after {start} earlier tokens" if start else ""
         raise ValueError(
