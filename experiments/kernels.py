@@ -51,7 +51,7 @@ class Config:
         rows: Numbers of new rows to measure; none is all.
         min_mib: Shapes that move less are left out.
         max_mib: So are those that move as much or more; `None` is no limit.
-        implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES" (few-row attention, cut as `TuningConfig` says),
+        implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES:ROWS" (few-row attention: `TuningConfig`),
             "triton@BLOCK_D:BLOCK_N:WARPS:STAGES:PARTS:CORES" (few-row products, as `LinearTuning` does) and
             "triton@CHANNELS:OUTPUTS:DEPTH:WARPS:STAGES" (a mixture of experts, as `ExpertTuning` does). Each is measured where it fits.
         dtype: Of the arrays.

@@ -190,7 +190,7 @@ def does_not_fit(target: Model, *, batch: int, context: int, layouts: int = 1) -
         return f"the model's window has {shape.max_position_embeddings} tokens"
     limit = device()["memory_bytes"]
     weights = layouts * sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    cache = kv_bytes(shape, batch=batch, context=context, itemsize=jnp.dtype(target.model.dtype).itemsize)
+    cache = kv_bytes(shape, batch=batch, context=rounded_capacity(context), itemsize=jnp.dtype(target.model.dtype).itemsize)
     needed = weights + 2 * cache + _SCRATCH_BYTES  # the state that loops start from, and the one that they carry
     if limit is not None and needed > limit:
         return f"it needs about {needed / 1e9:.0f} GB, the device has {limit / 1e9:.0f} GB"

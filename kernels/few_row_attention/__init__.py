@@ -4,7 +4,7 @@ Serves `cached_attention` and `block_sparse_attention`, whose references are its
 
 Reads the slots below `length + T` (of listed blocks, in the window): `2 H` numbers each, for T rows times N / K query heads of a key/value
 head. Up to 128 of these packed rows are one product, for which the memory's bandwidth is the limit. More of them (of a pass that checks
-several sparse steps) are several programs a part, side by side in the grid, so that what one reads the next finds in the L2.
+several sparse steps) are several programs a part, side by side in the grid, so that what one reads the next should find in the L2.
 
 Writes `[B,T,N,H]`, and with P parts `B N T P H` float32 besides, which a second launch merges in a fixed order: results repeat bit for bit.
 bfloat16, float16 and float32 (which multiplies exactly, outside the tensor cores); H from 16 to 256. Arrays sharded over a mesh are
@@ -163,9 +163,11 @@ def few_row_attention(
         `[B,T,N,H]` in the dtype of `query`.
 
     Raises:
-        ValueError: What `check_supported` refuses, or no device or package to run it.
+        ValueError: What `check_supported` refuses, more rows than `serves` allows, or no device or package to run it.
     """
     check_supported(query, keys)
+    if not serves(query.shape, keys.shape[1]):
+        raise ValueError(f"few_row_attention is for up to {MAX_ROWS} rows ({MAX_PACKED_ROWS} times N / K), got queries {query.shape}")
     batch_size, num_rows, num_query_heads, head_dim = query.shape
     num_kv_heads, capacity = keys.shape[1:3]
     group_size = num_query_heads // num_kv_heads

@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from specjax.atomic import check_destination, check_keeps
-from specjax.capacity import bucket
+from specjax.capacity import bucket, rounded_capacity
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.store import abstract_checkpoint, load_checkpoint
@@ -90,7 +90,8 @@ def distill(
     chat = None if prompts is not None else chat_format(tokenizer, end_token_ids=ends, system_prompts=system_prompts)
     longest = check_window(model_config, config, chat)
     num_prompts = None if prompts is None else sum(1 for _ in _messages(prompts))
-    plan_memory([abstract.model], batch_size=config.batch_size, capacity=bucket(longest) + bucket(config.max_answer_tokens) + 1).check()
+    slots = rounded_capacity(bucket(longest) + bucket(config.max_answer_tokens) + 1)
+    plan_memory([abstract.model], batch_size=config.batch_size, capacity=slots).check()
     mesh = _mesh(config.batch_size)
     everywhere = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     checkpoint = load_checkpoint(target, dtype=dtype, shardings=everywhere)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from specjax.capacity import bucket
+from specjax.capacity import bucket, rounded_capacity
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.pairing import drafter_for_target
@@ -93,7 +93,7 @@ def generate_command(
         draft_length = 0 if drafter == NO_DRAFTER else num_speculative_tokens
         behind = config.max_unsettled(draft_length) + 1
         slots = max(len(text.encode()) + max_new_tokens + behind, left_out.refresh_rows(draft_length))
-        plan = plan_memory(models, batch_size=1, capacity=bucket(slots), sparsity=left_out)
+        plan = plan_memory(models, batch_size=1, capacity=rounded_capacity(bucket(slots)), sparsity=left_out)
         typer.echo(plan.describe(), err=True)
         plan.check()
         plan_of_timing = None

@@ -30,7 +30,7 @@ def two_level_speedup(*, num_steps: float, tokens_per_step: float, acceptance: f
         ValueError: A number that is not positive and finite, or an acceptance outside [0, 1].
 
     Example:
-        >>> two_level_speedup(num_steps=4, tokens_per_step=3.0, acceptance=0.99, step_cost=0.53)  # 8B, 128 K tokens: 1.31
+        >>> two_level_speedup(num_steps=4, tokens_per_step=3.0, acceptance=0.99, step_cost=0.53)  # 1.31, if a check is a step
     """
     require_positive(num_steps=num_steps, tokens_per_step=tokens_per_step, step_cost=step_cost, check_cost=check_cost)
     if not 0 <= acceptance <= 1:

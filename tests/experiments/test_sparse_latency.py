@@ -9,7 +9,7 @@ from experiments.experiment import ExperimentError, parse_config
 from experiments.record import ROW_KEYS
 
 BLOCKS = ("block_size=8", "dense_below=16")
-LATENCY = "model context batch rows method keep_ratio steps_between_dense assumed_dense_acceptance ms_dense ms_sparse speedup_is "
+LATENCY = "model context batch rows method keep_ratio steps_between_dense assumed_dense_acceptance ms_dense ms_sparse ms_check speedup_is "
 LATENCY += "ms_per_token_dense ms_per_token_sparse speedup floor_ms"
 
 

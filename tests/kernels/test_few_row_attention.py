@@ -11,7 +11,7 @@ import pytest
 
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.cached_attention import cached_attention
-from specjax.kernels.few_row_attention import TuningConfig, default_tuning, few_row_attention, serves
+from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, default_tuning, few_row_attention, serves
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
 # Sums of up to 256 terms of order 1 in another order, in float32; in bfloat16 weights of 8 bits besides, which sum to 1.
@@ -206,7 +206,13 @@ def test_sparse_attention_has_the_derivative_of_the_reference_too() -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("rows", "group", "block_rows"),
-    [(25, 2, 16), pytest.param(49, 4, 64, marks=FULL), pytest.param(64, 1, 16, marks=FULL), pytest.param(17, 7, 128, marks=FULL)],
+    [
+        (33, 1, 16),
+        pytest.param(32, 2, 16, marks=FULL),
+        pytest.param(49, 4, 64, marks=FULL),
+        pytest.param(64, 1, 16, marks=FULL),
+        pytest.param(17, 7, 128, marks=FULL),
+    ],
 )
 def test_rows_of_several_programs_equal_the_reference(rows: int, group: int, block_rows: int) -> None:
     tree = np.tril(np.random.default_rng(0).random((rows, rows)) < 0.5) | np.eye(rows, dtype=bool)
@@ -217,6 +223,22 @@ def test_rows_of_several_programs_equal_the_reference(rows: int, group: int, blo
             got, again = (few_row_attention(*arrays, scale=0.25, step_mask=mask, tuning=tuning) for _ in range(2))
         assert_close(got, cached_attention(*arrays, scale=0.25, step_mask=mask))
         np.testing.assert_array_equal(got, again)
+
+
+@needs_triton
+@pytest.mark.full
+@pytest.mark.parametrize("parts", [1, 4])
+def test_rows_of_several_programs_with_windows_sinks_and_blocks_equal_the_reference(parts: int) -> None:
+    sinks, tuning = jnp.asarray([0.5, -1.0, 0.0, 2.0]), TuningConfig(parts=parts, block_slots=16, block_rows=16)
+    query, keys, values, length = arrays = case([0, 63, 100], rows=20, group=2, head_dim=16, kv_heads=2)
+    with interpreted():
+        got = few_row_attention(*arrays, scale=0.25, window=9, sinks=sinks, tuning=tuning)
+    assert_close(got, cached_attention(*arrays, scale=0.25, window=9, sinks=sinks))
+    given, row_mask = listed(arrays, [[0, 1], [0, 3, 4, 5], [6, 7]], block_size=16, width=5, with_row_mask=True)
+    blocks = ListedBlocks(block_ids=given[4], num_blocks=given[5], row_mask=row_mask, block_size=16)
+    with interpreted():
+        got = few_row_attention(query, keys, values, length, scale=0.25, listed=blocks, tuning=tuning)
+    assert_close(got, block_sparse_attention(*given, block_size=16, scale=0.25, row_mask=row_mask))
 
 
 @needs_triton

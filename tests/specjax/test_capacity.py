@@ -11,7 +11,17 @@ from specjax.capacity import rounded_capacity
 
 @pytest.mark.parametrize(
     ("needed", "block_size", "capacity"),
-    [(0, 1, 0), (1, 1, 64), (64, 1, 64), (2100, 1, 2112), (16385, 1, 16896), (131072, 1, 131072), (131968, 1, 135168), (500, 48, 576)],
+    [
+        (0, 1, 0),
+        (1, 1, 64),
+        (64, 1, 64),
+        (2100, 1, 2112),
+        (16385, 1, 16896),
+        (131072, 1, 131072),
+        (131968, 1, 135168),
+        (500, 48, 528),
+        (4096, 100, 4100),
+    ],
 )
 def test_capacities_are_multiples_of_powers_of_two_and_of_blocks(needed: int, block_size: int, capacity: int) -> None:
     assert rounded_capacity(needed, block_size) == capacity
