@@ -43,7 +43,7 @@ def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: in
 def rounded_capacity(slots: int, block_size: int = 1) -> int:
     """At least as many slots: a multiple of a large power of two, at most 1/32 more of a large cache, and then whole blocks.
 
-    Calls of about the same length then share a program. And XLA seems to divide its products over the slots among a GPU's multiprocessors by
+    Calls of about the same length then share a program. And XLA seems to divide its products over slots among a GPU's multiprocessors by
     powers of two: in one run attention over 131,968 slots, 1,031 times 128, took about 1.6 times as long as over 131,072 in another.
 
     Args:
