@@ -1,7 +1,8 @@
 """One decoder for every family: pre-norm, grouped-query attention, rotary embedding, a gated feed-forward network or a mixture of experts.
 
-Layers are unrolled, each with its own weights and cache arrays: `lax.scan` over stacked weights copies them. Projections that read the
-same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head: its query heads, its key, its value), `gate_up`
+Layers are unrolled, each with its own weights and cache arrays: `lax.scan` over stacked weights copies them. Python runs once for all
+layers, passes and programs of a process in which shapes and settings are the same: a layer is a jitted function. Projections that read
+the same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head: its query heads, its key, its value), `gate_up`
 `[D,2,F]`. Those layouts shard over K and F without crossing a boundary.
 """
 
