@@ -29,6 +29,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from experiments.compiling import say
 from experiments.draft_heads import CUT_FROM_FULL, FULL, label
 from experiments.drafters import Candidates, load_families, with_cut_heads
 from experiments.experiment import ExperimentError, local_field, path_field
@@ -103,9 +104,11 @@ def run(config: Config) -> Iterator[dict]:
     if bool(config.derive) != bool(config.data):
         raise ExperimentError(f"derive and data go together, got derive={','.join(config.derive)} and data={','.join(config.data)}")
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
+    say("loading the target")
     target = load_model(config.target, **options)
     if target.checkpoint is None:
         raise ExperimentError(f"head_quality needs a target with a tokenizer, {config.target!r} is a preset")
+    say("loading the drafters")
     families = load_families(config.drafters, **options)
     for name, candidates in families.items():
         if FULL not in candidates.trained:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments.acceptance import end_of_text
 from experiments.bootstrap import Rate, rate_ratio_interval
+from experiments.compiling import compile_all, say
 from experiments.decoding import Decoded, Decoder
 from experiments.draft_heads import FULL, bytes_read, describe
 from experiments.drafters import Candidates, ready, sizes_of
@@ -94,10 +95,12 @@ class Setting:
         keys = [(family, name) for family, candidates in families.items() for name in candidates.trained]
         # The products that programs share are tuned once, for all alike, when one with all of them is compiled first.
         first, *others = sorted(keys, key=lambda key: key[1] != FULL)
-        decoders = {first: decoder(first)}
-        with ThreadPoolExecutor(config.compile_threads) as pool:
-            plain = pool.submit(decoder, None)
-            decoders |= dict(zip(others, pool.map(decoder, others), strict=True))
+        say(f"batch {batch}, temperature {temperature:g}: {len(keys)} drafters")
+        jobs: dict[Any, Any] = {key: (" ".join(key), functools.partial(decoder, key)) for key in (first, *others)}
+        jobs[None] = "plain decoding", functools.partial(decoder, None)
+        decoders: dict[Any, Decoder] = compile_all({first: jobs.pop(first)}, threads=1)
+        decoders |= compile_all(jobs, threads=config.compile_threads)
+        plain = decoders.pop(None)
         middle = Middle(
             batch=batch,
             context=config.context,
@@ -123,7 +126,7 @@ class Setting:
             lost = {name: us for name, us in measured.head_us.items() if us <= 0}
             if lost:
                 raise ExperimentError(f"the times of heads are lost in the noise: {lost} us; use longer loops or more repeats")
-        return cls(config, target, families, batch, temperature, decoders, plain.result(), costs)
+        return cls(config, target, families, batch, temperature, decoders, plain, costs)
 
     def rows(self, prompts: Mapping[str, list[list[int]]]) -> Iterator[dict]:
         """Decodes every set with every drafter."""

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def check_row(row: dict) -> dict:
     return {key: _plain(value) for key, value in row.items()}
 
 
-def collect(record: Record, rows: Iterable[dict], path: Path, earlier: dict[str, Any] | None = None) -> Iterator[dict]:
+def collect(record: Record, rows: Iterable[dict], path: Path, earlier: dict[str, Any] | None = None) -> Generator[dict]:
     """Passes rows on and keeps what is there so far in `PATH.partial`; the last row replaces `path`, so a run that fails destroys nothing.
 
     What stands in `PATH.partial` says `"interrupted": true`, and the report repeats it, should it be kept as a result.

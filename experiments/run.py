@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -48,14 +50,19 @@ def main(
         git_sha=commit or "unknown",
         config=portable(config),
     )
-    path = (RESULTS if record else out) / f"{save_as or name}.json"
+    path, rows = (RESULTS if record else out) / f"{save_as or name}.json", 0
     try:
         earlier = description.earlier(path) if append else None
-        for row in collect(description, experiment.run(config), path, earlier):
-            print(experiment.show(row), flush=True)
+        with contextlib.closing(collect(description, experiment.run(config), path, earlier)) as found:
+            for row in found:
+                print(experiment.show(row), flush=True)
+                rows += 1
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print(f"interrupted after {rows} rows" + f", which are in {path}.partial" * (rows > 0), file=sys.stderr, flush=True)
+        os._exit(130)  # what compiles in other threads cannot be stopped, and Python would wait for it
     print(f"wrote {path}")
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bootstrap import paired_interval
+from experiments.compiling import compile_all, say
 from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.experiment import ExperimentError
 from experiments.models import Model
@@ -74,26 +74,34 @@ class Comparison:
         longest = max(map(len, prompts)) + num_new
         for named in settings:
             laid_out_for(pair.target, named.sparsity, pair.made)  # here, not by several threads at once
-        prefilled = pair.prefilled(prompts, width=width, longest=longest)
+        taking_in = functools.partial(pair.prefilled, prompts, width=width, longest=longest)
+        say(f"{task.name}: {len(prompts)} prompts of up to {max(map(len, prompts))} tokens, {len(settings)} sparse settings")
+        prefilled = compile_all({"": ("prompts taken in", taking_in)}, threads=1)[""]
         together = pair.batch if task.metrics else 1
         one = [([0], [0, 0])] * min(together, len(prompts))
         caches = [] if prefilled is None else [prefilled.cache(0)] * len(one)
-        with ThreadPoolExecutor(pair.compile_threads) as pool:
-            plain = None if pair.drafter is None else pool.submit(pair.decoder, width, plain=True, prefilled=prefilled)
-            decoder = pool.submit(pair.decoder, width, prefilled=prefilled)
-            decoders = {named: pool.submit(pair.decoder, width, named.sparsity, prefilled=prefilled) for named in settings}
-            warm = [pool.submit(pair.agreement, named.sparsity, one, longest=longest, caches=caches) for named in settings]
-        for done in warm:
-            done.result()
-        dense = decoder.result()(prompts, repeats=pair.repeats)
-        prefill_seconds = decoder.result().prefill_seconds(prompts, repeats=pair.repeats)
-        plainly = dense if plain is None else plain.result()(prompts, repeats=pair.repeats)
+        jobs: dict[Any, tuple[str, Callable[[], Any]]] = {}
+        if pair.drafter is not None:
+            jobs["plain"] = "plain decoding", functools.partial(pair.decoder, width, plain=True, prefilled=prefilled)
+        for named in settings:
+            jobs[named] = named.name, functools.partial(pair.decoder, width, named.sparsity, prefilled=prefilled)
+        for named in settings:
+            along = functools.partial(pair.agreement, named.sparsity, one, longest=longest, caches=caches)
+            jobs["agreement", named] = f"agreement of {named.name}", along
+        # The products that programs share are tuned once, for all alike, when one with all of them is compiled first.
+        first = "dense verification", functools.partial(pair.decoder, width, prefilled=prefilled)
+        ready: dict[Any, Any] = compile_all({"dense": first}, threads=1)
+        ready |= compile_all(jobs, threads=pair.compile_threads)
+        say(f"{task.name}: decoding")
+        dense = ready["dense"](prompts, repeats=pair.repeats)
+        prefill_seconds = ready["dense"].prefill_seconds(prompts, repeats=pair.repeats)
+        plainly = ready["plain"](prompts, repeats=pair.repeats) if "plain" in ready else dense
         return cls(
             pair=pair,
             task=task,
             prompts=prompts,
             tokenizer=tokenizer,
-            decoders={named: future.result() for named, future in decoders.items()},
+            decoders={named: ready[named] for named in settings},
             longest=longest,
             prefill_seconds=prefill_seconds,
             plain_tokens_per_s=decoding_speed(plainly, prefill_seconds),

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.compiling import say
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import load_drafter, load_model
 from experiments.sparse_comparison import Comparison, sample_texts
@@ -90,6 +91,7 @@ def run(config: Config) -> Iterator[dict]:
     if not config.target:
         raise ExperimentError("sparse_quality needs target=PATH")
     options: dict[str, Any] = {"dtype": config.dtype, "implementation": config.implementation, "cache_dir": config.cache_dir}
+    say("loading the target")
     target = load_model(config.target, **options)
     if target.checkpoint is None:
         raise ExperimentError(f"sparse_quality needs a target with a tokenizer, {config.target!r} is a preset")
@@ -109,6 +111,7 @@ def run(config: Config) -> Iterator[dict]:
         samples = sample_texts(target, Path(config.calibration_text))
     settings = named_settings(config, target.model.config, samples)
     check_weights(settings, config, target)
+    say("loading the drafter")
     drafter = None if config.drafter == NO_DRAFTER else load_drafter(config.drafter, target, **options)
     pair = Pair(
         target=target,
@@ -124,6 +127,7 @@ def run(config: Config) -> Iterator[dict]:
         share_prefill=config.share_prefill,
     )
     for task in tasks:
+        say(f"{task.name}: tokenizing {len(task.examples)} prompts")
         comparison = Comparison.build(pair, task, source.encode(task), tokenizer, settings)
         yield from comparison.dense_rows()
         for named in settings:

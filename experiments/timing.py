@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
+import functools
 import re
 import statistics
 import tempfile
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from experiments.compiling import compile_all
 
 K = TypeVar("K", bound=Hashable)
 
@@ -106,13 +108,9 @@ def time_loops(
     for first, last in [(short, long), *(loop.num_steps for loop in loops.values() if loop.num_steps is not None)]:
         if not (0 < first < last and repeats > 0):
             raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got short={first}, long={last}, {repeats=}")
-    with concurrent.futures.ThreadPoolExecutor(compile_threads) as pool:  # one is traced while others compile
-        pending = {}
-        for index, (name, loop) in enumerate(loops.items()):
-            pending[name] = pool.submit(_compile, _lower(loop))
-            if index < compile_first:
-                pending[name].result()
-        compiled = {name: future.result() for name, future in pending.items()}
+    jobs = [(name, (f"loop of {name or 'steps'}", functools.partial(_compiled, loop))) for name, loop in loops.items()]
+    compiled = compile_all(dict(jobs[:compile_first]), threads=1)
+    compiled |= compile_all(dict(jobs[compile_first:]), threads=compile_threads)
 
     def end(name: K, num_steps: int) -> Any:
         return jax.block_until_ready(compiled[name][0](loops[name].params, loops[name].state, np.int32(num_steps)))
@@ -154,8 +152,8 @@ def _lower(loop: Loop) -> Any:
     return jax.jit(repeated).lower(loop.params, loop.state, np.int32(0))
 
 
-def _compile(lowered: Any) -> tuple[Any, float]:
-    begin = time.perf_counter()
+def _compiled(loop: Loop) -> tuple[Any, float]:
+    lowered, begin = _lower(loop), time.perf_counter()
     return lowered.compile(), time.perf_counter() - begin
 
 

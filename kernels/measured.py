@@ -1,7 +1,8 @@
 """What `implementation="auto"` means: the implementation that was measured to be the fastest for this device, dtype and shape.
 
 The measurements are `measured.json`, which `python -m experiments.run tune` fills. A device, dtype or shape that is not in it takes the
-reference, and so does a process with several devices. The choice is made while a call is traced, from static values.
+reference, and so does a process with several devices. The choice is made while a call is traced, from static values; a model's layers are
+traced once a process, so a table that is rewritten later counts for what has other shapes or settings.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ def trim(output: GenerateOutput, max_new_tokens: int) -> GenerateOutput:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _generate(target, drafter, config, target_params, drafter_params, request, continue_from) -> GenerateOutput:
     state = prefill(target, drafter, config, target_params, drafter_params, request, continue_from)
-    state = lax.while_loop(is_running, partial(decode_step, target, drafter, config, target_params, drafter_params, request), state)
+    if config.max_new_tokens > 1:  # the first token comes of the prefill: a call for one compiles no loop
+        state = lax.while_loop(is_running, partial(decode_step, target, drafter, config, target_params, drafter_params, request), state)
     return finish(state, config)
 
 

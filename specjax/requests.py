@@ -126,7 +126,8 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
         behind = {"draft_length": config.max_unsettled(draft_length), "refresh_rows": config.sparsity.refresh_rows(draft_length)}
         return slots_needed(start=start or 0, **sizes, **behind)
 
-    num_new, bucketed = config.max_new_tokens, (bucket(width), bucket(config.max_new_tokens))
+    num_new = config.max_new_tokens
+    bucketed = bucket(width), num_new if num_new == 1 else bucket(num_new)  # one token needs no loop: a program of its own
     concrete = not _is_traced((tokens, lengths, limit, earlier)) and config.max_new_tokens > 0
     if concrete and (config.cache_capacity is None or needed(*bucketed) <= config.cache_capacity):
         tokens = np.pad(tokens, ((0, 0), (0, bucketed[0] - width)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,32 +23,42 @@ from specjax.models.layers import PROJECTION_INIT, RMSNorm
 Attend = Callable[[Heads, jax.Array | None], tuple[jax.Array, Any]]
 
 
-def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, window: int | None, kernels: Kernels) -> Attend:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendCached:
     """Attention over a layer of the cache and the new rows, which are written to it: kept is the layer's `LayerCache`.
 
-    Args:
-        cache: The new rows stand from its `length` on.
-        layer: Which.
+    Attributes:
+        cache: Of that layer alone; the new rows stand from its `length` on.
         step_mask: As in `cached_attention`.
-        window: Latest positions that a row attends to, or `None` for all.
-        kernels: Of attention and of the cache's writes.
+        window: Latest positions that a row attends to, or `None` for all. Static.
+        kernels: Of attention and of the cache's writes. Static.
     """
 
-    def attend(heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
-        query, kept = written_layer(cache, layer, heads, kernels)
-        options: dict[str, Any] = dict(step_mask=step_mask, window=window, sinks=sinks, implementation=kernels.attention)
-        return cached_attention(query, kept.keys, kept.values, cache.length, scale=query.shape[-1] ** -0.5, **options), kept
+    cache: KVCache
+    step_mask: jax.Array | None
+    window: int | None = dataclasses.field(metadata={"static": True})
+    kernels: Kernels = dataclasses.field(metadata={"static": True})
 
-    return attend
+    def __call__(self, heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, LayerCache]:
+        """See `Attend`."""
+        query, kept = written_layer(self.cache, heads, self.kernels)
+        options: dict[str, Any] = dict(step_mask=self.step_mask, window=self.window, sinks=sinks, implementation=self.kernels.attention)
+        return cached_attention(query, kept.keys, kept.values, self.cache.length, scale=query.shape[-1] ** -0.5, **options), kept
 
 
-def written_layer(cache: KVCache, layer: int, heads: Heads, kernels: Kernels) -> tuple[jax.Array, LayerCache]:
-    """The new rows' queries `[B,T,N,H]`, and the layer with their keys and values from `cache.length` on, and the summaries after that."""
-    options: dict[str, Any] = dict(implementation=kernels.cache_write)
-    query, keys, values = rope_and_write(heads, cache.keys[layer], cache.values[layer], cache.length, **options)
+def attend_cached(cache: KVCache, layer: int, *, step_mask: jax.Array | None, window: int | None, kernels: Kernels) -> AttendCached:
+    """Attention over a layer of a cache of several; the others as in `AttendCached`."""
+    return AttendCached(cache=cache.only(layer), step_mask=step_mask, window=window, kernels=kernels)
+
+
+def written_layer(cache: KVCache, heads: Heads, kernels: Kernels) -> tuple[jax.Array, LayerCache]:
+    """The new rows' queries `[B,T,N,H]`, and a cache's one layer with their keys and values from `length` on, and its new summaries."""
+    (keys,), (values,) = cache.keys, cache.values
+    query, keys, values = rope_and_write(heads, keys, values, cache.length, implementation=kernels.cache_write)
     if cache.summaries is None:
         return query, LayerCache(keys, values)
-    return query, LayerCache(keys, values, cache.summaries.written(layer, keys, cache.length, query.shape[1]))
+    return query, LayerCache(keys, values, cache.summaries.written(0, keys, cache.length, query.shape[1]))
 
 
 class Attention(nn.Module):

@@ -41,7 +41,7 @@ def select_blocks(
     summaries: tuple[jax.Array, ...],
     length: jax.Array,
     *,
-    layer: int,
+    layer: Any,
     counted: jax.Array | None = None,
     implementation: str = "auto",
 ) -> Selection:
@@ -53,7 +53,7 @@ def select_blocks(
         keys: `[B,K,S,H]`; read by `"oracle"` only.
         summaries: The layer's block summaries; empty where the score reads none.
         length: `[B]` int32, committed tokens, which stand before the new rows.
-        layer: Its index, for `"random"`.
+        layer: Its index, an int or a scalar int32, for `"random"`.
         counted: `[B,T]` bool, the first few rows of each, which count; `None` is all. The others have no say in what is read, and what
             they attend to is not defined.
         implementation: Passed to `block_selection`, which one query's choice by mean keys is.
@@ -148,7 +148,7 @@ def _union(chosen: jax.Array, none: int, width: int) -> jax.Array:
 
 
 def _scores(
-    settings: SparseAttention, query: jax.Array, keys: jax.Array, summaries: tuple[jax.Array, ...], length: jax.Array, layer: int
+    settings: SparseAttention, query: jax.Array, keys: jax.Array, summaries: tuple[jax.Array, ...], length: jax.Array, layer: Any
 ) -> jax.Array:
     """`[B,K,R,NB]` float32. Blocks that do not compete have a score too, which counts for nothing."""
     batch_size, num_kv_heads, capacity, _ = keys.shape

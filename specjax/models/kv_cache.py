@@ -96,6 +96,13 @@ class KVCache:
         """S, slots a row."""
         return self.keys[0].shape[2]
 
+    def only(self, layer: int) -> KVCache:
+        """One layer of it, as a cache: layers of equal shapes then look the same to whoever is handed one."""
+        summaries = self.summaries
+        if summaries is not None:
+            summaries = dataclasses.replace(summaries, layers=(summaries.layers[layer],))
+        return KVCache(keys=(self.keys[layer],), values=(self.values[layer],), length=self.length, summaries=summaries)
+
     def with_length(self, length: jax.Array) -> KVCache:
         """The same slots with another length `[B]`: the rollback."""
         return dataclasses.replace(self, length=length.astype(jnp.int32))

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.kernel_settings import Kernels
 from specjax.kernels.block_sparse_attention import block_sparse_attention
 from specjax.kernels.rope_and_write import Heads
 from specjax.model_config import ModelConfig
-from specjax.models.attention import Attend, written_layer
+from specjax.models.attention import written_layer
 from specjax.models.block_selection import Selection, rows_that_count, select_blocks
 from specjax.models.block_summaries import BlockSummaries
 from specjax.models.kv_cache import KVCache, LayerCache
@@ -39,6 +40,55 @@ def prepare_cache(cache: KVCache, sparsity: SparsityConfig, model: ModelConfig) 
     if cache.summaries is not None and cache.summaries.fits(kind=kind, block_size=size, layers=layers):
         return cache
     return dataclasses.replace(cache, summaries=BlockSummaries.of(cache, kind=kind, block_size=size, layers=layers))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendBlocks:
+    """Attention of a layer's new rows over chosen blocks of it; kept is its `LayerCache`.
+
+    Attributes:
+        cache: Of that layer alone, before the pass.
+        layer: Scalar int32, which.
+        selection: The choice of an earlier layer; `None`: it chooses.
+        counted: As in `SparsePass`.
+        step_mask: Likewise.
+        settings: Of sparse attention. Static.
+        kernels: Of attention and of the cache's writes. Static.
+    """
+
+    cache: KVCache
+    layer: Any
+    selection: Selection | None
+    counted: jax.Array | None
+    step_mask: jax.Array | None
+    settings: SparseAttention = dataclasses.field(metadata={"static": True})
+    kernels: Kernels = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, LayerCache]:
+        """See `Attend`."""
+        assert sinks is None
+        settings, length = self.settings, self.cache.length
+        query, kept = written_layer(self.cache, heads, self.kernels)
+        selection = self.selection
+        if selection is None:
+            options: dict[str, Any] = dict(layer=self.layer, counted=self.counted)
+            options |= dict(implementation=self.kernels.attention.partition("@")[0])  # a cut is attention's
+            selection = select_blocks(settings, query, kept.keys, kept.summaries, length, **options)
+        mixed = block_sparse_attention(
+            query,
+            kept.keys,
+            kept.values,
+            length,
+            selection.block_ids,
+            selection.num_blocks,
+            block_size=settings.block_size,
+            scale=query.shape[-1] ** -0.5,
+            step_mask=self.step_mask,
+            row_mask=selection.row_mask,
+            implementation=self.kernels.attention,
+        )
+        return mixed, dataclasses.replace(kept, selection=selection)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,42 +135,23 @@ class SparsePass:
         most = self.settings.max_kept(capacity=self.cache.capacity, num_rows=self.num_rows)
         return most < self.cache.capacity // self.settings.block_size and layer in self.sparsity.attention_layers(self.model)
 
-    def attend(self, layer: int, earlier: list[LayerCache]) -> Attend:
-        """Attention of a sparse layer; kept is its `LayerCache`.
+    def attend(self, layer: int, earlier: list[LayerCache]) -> AttendBlocks:
+        """Attention of a sparse layer.
 
         Args:
             layer: Which.
             earlier: What the layers before it kept: the choice of the nearest anchor is among them.
         """
-        settings, anchor = self.settings, self.sparsity.reuse.anchor(layer)
-
-        def attend(heads: Heads, sinks: jax.Array | None) -> tuple[jax.Array, LayerCache]:
-            assert sinks is None
-            query, kept = written_layer(self.cache, layer, heads, self.kernels)
-            length = self.cache.length
-            if anchor == layer:
-                options: dict[str, Any] = dict(layer=layer, counted=self.counted)
-                options |= dict(implementation=self.kernels.attention.partition("@")[0])  # a cut is attention's
-                selection = select_blocks(settings, query, kept.keys, kept.summaries, length, **options)
-            else:
-                selection = earlier[anchor].selection
-            assert isinstance(selection, Selection)
-            mixed = block_sparse_attention(
-                query,
-                kept.keys,
-                kept.values,
-                length,
-                selection.block_ids,
-                selection.num_blocks,
-                block_size=settings.block_size,
-                scale=query.shape[-1] ** -0.5,
-                step_mask=self.step_mask,
-                row_mask=selection.row_mask,
-                implementation=self.kernels.attention,
-            )
-            return mixed, dataclasses.replace(kept, selection=selection)
-
-        return attend
+        anchor = self.sparsity.reuse.anchor(layer)
+        return AttendBlocks(
+            cache=self.cache.only(layer),
+            layer=np.int32(layer),
+            selection=None if anchor == layer else earlier[anchor].selection,
+            counted=self.counted,
+            step_mask=self.step_mask,
+            settings=self.settings,
+            kernels=self.kernels,
+        )
 
     def reads(self, layers: list[LayerCache]) -> AttentionReads:
         """What the pass read, from what all layers kept."""

@@ -1,13 +1,15 @@
 """One decoder for every family: pre-norm, grouped-query attention, rotary embedding, a gated feed-forward network or a mixture of experts.
 
-Layers are unrolled, each with its own weights and cache arrays: `lax.scan` over stacked weights copies them. Projections that read the
-same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head: its query heads, its key, its value), `gate_up`
+Layers are unrolled, each with its own weights and cache arrays: `lax.scan` over stacked weights copies them. Python runs once for all
+layers, passes and programs of a process in which shapes and settings are the same: a layer is a jitted function. Projections that read
+the same input are one product: `qkv` is stored `[D,K,N/K+2,H]` (per key/value head: its query heads, its key, its value), `gate_up`
 `[D,2,F]`. Those layouts shard over K and F without crossing a boundary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +22,7 @@ from specjax.models.attention import Attend, Attention, attend_cached
 from specjax.models.feed_forward import FeedForward
 from specjax.models.kv_cache import KVCache, LayerCache
 from specjax.models.layers import PROJECTION_INIT, PureModule, RMSNorm, head_product
-from specjax.models.moe import MixtureOfExperts
+from specjax.models.moe import ROUTER, MixtureOfExperts
 from specjax.models.rope import rotary_angles
 from specjax.models.sparse_attention import SparsePass
 from specjax.sparsity.attention_reads import AttentionReads
@@ -71,7 +73,7 @@ class Transformer(PureModule):
         """Declares the parameters."""
         cfg = self.config
         self.embedding = self.param("embedding", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
-        self.blocks = [_Block(cfg, self.param_dtype, self.kernels, index, name=f"layer_{index}") for index in range(cfg.num_layers)]
+        self.blocks = [self._block(index, name=f"layer_{index}") for index in range(cfg.num_layers)]
         self.final_norm = RMSNorm(cfg.rms_norm_eps, self.param_dtype)
         if not cfg.tie_word_embeddings:
             self.lm_head = self.param("lm_head", PROJECTION_INIT, (cfg.vocab_size, cfg.hidden_size), self.param_dtype)
@@ -120,14 +122,20 @@ class Transformer(PureModule):
         captured: dict[int, jax.Array] = {}
         layers: list[LayerCache] = []
         all_work: list[FeedForwardWork | ExpertWork | None] = []
-        for index, block in enumerate(self.blocks):
+        # What modules declare or capture, they do themselves.
+        by_modules = any(map(self.is_mutable_collection, ("params", "intermediates", ROUTER)))
+        for index in range(cfg.num_layers):
             if index in feature_layers:
                 captured[index] = x
             if sparse is not None and sparse.is_sparse(index):
                 attend = sparse.attend(index, layers)
             else:
                 attend = attend_cached(cache, index, window=cfg.window(index), **options)
-            x, kept, work = block(x, angles, attend, SparseMLP.of_layer(sparsity, index, counted))
+            arguments = (x, angles, attend, SparseMLP.of_layer(sparsity, index, counted))
+            if by_modules:
+                x, kept, work = self.blocks[index](*arguments)
+            else:
+                x, kept, work = _run_block(self._block(index, parent=None), self.get_variable("params", f"layer_{index}"), *arguments)
             layers.append(kept)
             all_work.append(work)
         captured[cfg.num_layers] = x
@@ -180,6 +188,9 @@ class Transformer(PureModule):
         tokens = jnp.zeros((1, 1), jnp.int32)
         return self.init(rng, tokens, self.init_cache(batch_size=1, capacity=1), method="_touch_all")["params"]
 
+    def _block(self, layer: int, **flax_options: Any) -> _Block:
+        return _Block(self.config, self.param_dtype, self.kernels, self.config.has_experts(layer), **flax_options)
+
     def _touch_all(self, tokens: jax.Array, cache: KVCache) -> jax.Array:
         return self.logits(self(tokens, cache).hidden)
 
@@ -188,7 +199,7 @@ class _Block(nn.Module):
     config: ModelConfig
     param_dtype: jnp.dtype
     kernels: Kernels
-    index: int
+    routed: bool  # has experts
 
     @nn.compact
     def __call__(
@@ -198,8 +209,17 @@ class _Block(nn.Module):
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="attention_norm").deferred(x)
         x, kept = Attention(cfg, dtype, self.kernels.projections, name="attention")(normed, angles, attend, x)
         normed = RMSNorm(cfg.rms_norm_eps, dtype, name="mlp_norm").deferred(x)
-        if cfg.has_experts(self.index):
+        if self.routed:
             out, work = MixtureOfExperts(cfg, dtype, self.kernels, name="mlp")(normed.value, sparse_mlp)
             return x + out, kept, work
         x, work = FeedForward(cfg, dtype, self.kernels, name="mlp")(normed, sparse_mlp, x)
         return x, kept, work
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_block(block: _Block, params: Any, x: jax.Array, angles: Any, attend: Attend, sparse_mlp: SparseMLP | None) -> Any:
+    """A block as a function of its own: traced once for all layers, passes and programs in which its shapes are the same.
+
+    A program is lowered with one function for them, which XLA inlines: what is compiled stays the same.
+    """
+    return block.apply({"params": params}, x, angles, attend, sparse_mlp)

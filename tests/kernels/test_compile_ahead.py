@@ -82,7 +82,7 @@ def test_jax_triton_lowers_every_kernel_for_cuda_and_auto_for_either_platform() 
         "largest": 1,
     }
     assert auto == {"cuda": 2, "cpu": 0}
-    # Each of two layers is seven launches, of which one writes keys and values where they lie.
-    assert loop == {"auto": [14, 4], "triton": [14, 4]}
-    # With experts eight; their choice is a launch of the prefill too, whatever its rows.
-    assert mixture == {"auto": [18, 4], "triton": [18, 4]}
+    # Both layers are one function of seven launches, of which one writes keys and values where they lie.
+    assert loop == {"auto": [7, 2], "triton": [7, 2]}
+    # With experts eight; their choice is a launch of the prefill's function too, whatever its rows.
+    assert mixture == {"auto": [9, 2], "triton": [9, 2]}

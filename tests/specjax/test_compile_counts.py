@@ -10,10 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import GenerateConfig, PromptLookup, SamplingParams, speculative_generate
+from specjax import (
+    DraftModel,
+    GenerateConfig,
+    PromptLookup,
+    SamplingParams,
+    SparseAttention,
+    SparsityConfig,
+    Transformer,
+    speculative_generate,
+)
 from specjax.capacity import bucket
 from specjax.generate import _generate, prepare_call
-from tests.helpers import NUM_TOKENS, greedy_text, random_model, random_prompts, tiny_config, tiny_target
+from specjax.models.attention import Attention
+from tests.helpers import NUM_TOKENS, greedy_text, param_shapes, random_model, random_prompts, tiny_config, tiny_target
 
 PROMPT_LENGTHS = (3, 5, 8, 13, 16, 17, 21, 24, 30, 40, 55, 64, 80, 100, 130, 170, 200)
 
@@ -140,3 +150,38 @@ def test_preparing_a_call_runs_no_jax_computation() -> None:
     config = GenerateConfig(max_new_tokens=16, do_sample=True)
     with jax.transfer_guard("disallow"):
         prepare_call(target, PromptLookup(), None, [[1, 2], [3]], config=config, **arguments)
+
+
+def test_layers_of_equal_shapes_are_traced_and_lowered_once(monkeypatch):
+    runs = []
+
+    def counted(*arguments, **options):
+        runs.append(1)
+        return Attention(*arguments, **options)
+
+    def traced(num_speculative_tokens, keep, max_new_tokens=16):
+        """Runs of a layer's Python that a program took, and how much it was lowered to."""
+        model = Transformer(tiny_config(num_layers=6, hidden_size=40), dtype=jnp.float32)  # of no other test's shapes
+        params = param_shapes(model)
+        sparsity = SparsityConfig(attention=SparseAttention(block_size=16, keep=keep, dense_below=32))
+        sizes = dict(max_new_tokens=max_new_tokens, num_speculative_tokens=num_speculative_tokens, cache_capacity=256)
+        config = GenerateConfig(**sizes, sparsity=sparsity)
+        drafter = DraftModel(model)
+        request, static = prepare_call(model, drafter, params, [[1] * 40], config=config)
+        runs.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr("specjax.models.transformer.Attention", counted)
+            lowered = _generate.lower(model, drafter, static, params, params, request, None)
+        return len(runs), lowered.as_text().count("dot_general")
+
+    six, products = traced(2, 0.25)
+    # The prefill of each model (the target's cache has summaries), a verification, a draft step of two rows and one of one: 5 kinds of
+    # pass, where 6 layers and 2 draft tokens have 30 layers to run.
+    assert six == 5
+    again, more_products = traced(4, 0.25)
+    assert again == 1  # the verification of 5 rows
+    assert more_products == products + 2  # two more heads, and no layer
+    assert traced(4, 0.5)[0] == 1  # another choice of blocks
+    one_token = traced(2, 0.25, max_new_tokens=1)  # two of the five kinds of pass: no loop
+    assert one_token[0] == 0
+    assert one_token[1] < products / 2
