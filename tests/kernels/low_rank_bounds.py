@@ -17,13 +17,12 @@ SUM_ERROR = 2.0**-20
 _TOKENS_AT_ONCE = 16384
 
 
-def check_best(arrays: tuple[jax.Array, ...], tokens: Any, scores: Any) -> None:
+def check_best(arrays: tuple[jax.Array, ...], *found: tuple[Any, Any]) -> None:
     """That each row's token may be the best, and that its score is one that it may have.
 
     Args:
         arrays: Hidden `[M,D]`, down `[R,D]`, up `[V,R]`.
-        tokens: `[M]`.
-        scores: `[M]`.
+        *found: Pairs of tokens `[M]` and scores `[M]`.
     """
     hidden, down = (np.asarray(array, np.float64) for array in arrays[:2])
     dtype, up = arrays[0].dtype, np.asarray(arrays[2])
@@ -39,6 +38,7 @@ def check_best(arrays: tuple[jax.Array, ...], tokens: Any, scores: Any) -> None:
 
     starts = range(0, len(up), _TOKENS_AT_ONCE)
     reached = np.max([bounds(up[start : start + _TOKENS_AT_ONCE])[0].max(axis=1) for start in starts], axis=0)
-    lower, upper = (np.diagonal(bound) for bound in bounds(up[np.asarray(tokens)]))
-    assert (upper >= reached).all(), f"tokens {tokens} score at most {upper}, others at least {reached}"
-    assert ((lower <= scores) & (scores <= upper)).all(), f"scores {scores} are not from {lower} to {upper}"
+    for tokens, scores in found:
+        lower, upper = (np.diagonal(bound) for bound in bounds(up[np.asarray(tokens)]))
+        assert (upper >= reached).all(), f"tokens {tokens} score at most {upper}, others at least {reached}"
+        assert ((lower <= scores) & (scores <= upper)).all(), f"scores {scores} are not from {lower} to {upper}"

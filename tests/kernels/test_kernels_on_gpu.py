@@ -1,4 +1,7 @@
-"""The compiled kernels on a real device: `pytest -m gpu tests/kernels/test_kernels_on_gpu.py`, with `--full` over all of it.
+"""The compiled kernels on a real device, with `--full` over their full grids.
+
+Command: XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pytest -m gpu -n 8 -v --durations=20 tests/kernels/test_kernels_on_gpu.py > log 2>&1
+(a test has its line as soon as it is done: the log of a run that was cut short says what passed).
 
 An interpreter cannot see wrong layouts or races, and both have given wrong numbers on Hopper (chained products above all).
 """
@@ -6,10 +9,12 @@ An interpreter cannot see wrong layouts or races, and both have given wrong numb
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,16 +65,21 @@ def _compiles() -> None:
     assert what_is_missing() is None, what_is_missing()
 
 
+@functools.lru_cache(maxsize=8)
+def program(shape: Shape, implementation: str) -> Callable[..., Any]:
+    """Compiled once for all arrays of a shape: compiling is most of what these tests take."""
+    return jax.jit(lambda *arrays: run(shape, arrays, implementation))
+
+
 def check(shape: Shape, dtype: str, arrays: tuple[jax.Array, ...] | None = None) -> None:
     arrays = arguments(shape, jnp.dtype(dtype), jax.random.key(0)) if arrays is None else arrays
-    got, again = (jax.jit(lambda *arrays: run(shape, arrays, "triton"))(*arrays) for _ in range(2))
+    got, again = (program(shape, "triton")(*arrays) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, got, again)  # bit for bit
-    expected = jax.jit(lambda *arrays: run(shape, arrays, "reference"))(*arrays)
+    expected = program(shape, "reference")(*arrays)
     if isinstance(shape, SelectionShape):
         _check_selection(shape, arrays, got, expected)
     elif isinstance(shape, LowRankShape):
-        check_best(arrays, *map(np.asarray, got))
-        check_best(arrays, *map(np.asarray, expected))
+        check_best(arrays, got, expected)
     elif isinstance(shape, ChoiceShape):
         np.testing.assert_array_equal(got[1], expected[1])
         np.testing.assert_allclose(got[0], expected[0], rtol=TOLERANCES["float32"])

@@ -38,7 +38,7 @@ def test_the_reference_is_the_arg_max_of_the_heads_scores() -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_inner_product_is_rounded_before_the_outer_one_reads_it(rows: int) -> None:
     hidden, down, up = case(rows=rows, rank=64, vocab=3000, hidden=256, dtype=jnp.bfloat16)
-    check_best((hidden, down, up), *map(np.asarray, jax.jit(low_rank_argmax)(hidden, down, up)))
+    check_best((hidden, down, up), jax.jit(low_rank_argmax)(hidden, down, up))
     # Said in the program, for a cast alone is left out where the product widens it again, as XLA does for one row on a GPU.
     program = jax.jit(low_rank_argmax).lower(hidden, down, up).as_text()
     head = jax.jit(lambda *arrays: low_rank_logits(dict(down=arrays[1], up=arrays[2]), arrays[0])).lower(hidden, down, up).as_text()
@@ -47,10 +47,10 @@ def test_the_inner_product_is_rounded_before_the_outer_one_reads_it(rows: int) -
     # What would come out then is seen to be wrong.
     scores = np.asarray(hidden, np.float64) @ np.asarray(down, np.float64).T @ np.asarray(up, np.float64).T
     with pytest.raises(AssertionError, match="are not from"):
-        check_best((hidden, down, up), scores.argmax(axis=1), scores.max(axis=1))
+        check_best((hidden, down, up), (scores.argmax(axis=1), scores.max(axis=1)))
     best = np.asarray(low_rank_argmax(hidden, down, up)[1])
     with pytest.raises(AssertionError, match="score at most"):
-        check_best((hidden, down, up), scores.argmin(axis=1), best)
+        check_best((hidden, down, up), (scores.argmin(axis=1), best))
 
 
 @needs_triton
