@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from specjax.kernels.cases import arguments, takes
 from specjax.kernels.cases import run as run_case
 from specjax.kernels.shape_lists import SHAPES, TINY_SHAPES
 from specjax.kernels.shapes import AttentionShape, LinearShape, RotaryShape, Shape
+from specjax.kernels.shared_memory import TooMuchSharedMemory
 from specjax.kernels.triton_call import what_is_missing
 
 SIZES = {"full": SHAPES, "tiny": TINY_SHAPES}
@@ -90,7 +92,7 @@ class Config:
         if not shapes:
             raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and sizes: {self.ops}, {self.rows}")
         for name in self.implementations:
-            if not any(takes(shape, self.dtype, name) for shape in shapes):
+            if not any(takes(shape, name) for shape in shapes):
                 raise ExperimentError(f"no operation that is measured can be cut as {name!r} says")
 
     @property
@@ -159,8 +161,19 @@ def loops(shape: Shape, config: Config) -> dict[str, Loop]:
 
         return repeated
 
-    names = (None, *(name for name in config.implementations if takes(shape, dtype, name)))
-    return {name or EMPTY: Loop(step(name), params, state) for name in names}
+    names = [name for name in config.implementations if name == "reference" or (takes(shape, name) and _fits(shape, all_arrays[0], name))]
+    return {name or EMPTY: Loop(step(name), params, state) for name in (None, *names)}
+
+
+def _fits(shape: Shape, arrays: Any, implementation: str) -> bool:
+    """Whether this device can run it; where a kernel takes too much shared memory, a line says so and what it takes."""
+    try:
+        jax.eval_shape(lambda *arrays: run_case(shape, arrays, implementation), *arrays)
+    except TooMuchSharedMemory as error:
+        sizes = " ".join(f"{name}={size}" for name, size in dataclasses.asdict(shape).items() if size is not None)
+        print(f"{implementation} left out of {shape.op} {sizes}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def _next_state(shape: Shape, state: Any, result: Any) -> Any:

@@ -8,6 +8,8 @@ Result: rows of kernels/measured.json, which `"auto"` reads; commit them
 Rows of other devices and dtypes stay as they are. A kernel is preferred where it wins by more than three per cent, and of the ways to cut
 its work that `implementations` names, another than the default where that wins by as much again. The row keeps which.
 
+What takes more shared memory than the device has is left out, and a line says so.
+
 Where the reference's own time is not positive, noise has swallowed it: nothing is written, an earlier row of that shape stays, and the row
 says so.
 """

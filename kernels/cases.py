@@ -35,7 +35,6 @@ from specjax.kernels.shapes import (
 from specjax.kernels.tuning import Tuning
 
 _EPSILON = 1e-6
-_MAX_SHARED_BYTES = 227 * 1024
 # What the numbers behind an `@` mean, by operation.
 _TUNINGS: dict[str, type[Tuning]] = {
     "cached_attention": TuningConfig,
@@ -155,12 +154,13 @@ def run(shape: Shape, arrays: tuple[Any, ...], implementation: str) -> Any:
     return block_sparse_attention(*arrays, block_size=shape.block_size, scale=scale, implementation=implementation)
 
 
-def takes(shape: Shape, dtype: Any, implementation: str) -> bool:
+def takes(shape: Shape, implementation: str) -> bool:
     """Whether the operation of a shape can be cut as the name of an implementation says; a name that says nothing of it fits all.
+
+    What a device's shared memory has to say of it comes out where it runs: see `specjax.kernels.shared_memory`.
 
     Args:
         shape: The sizes.
-        dtype: Of all floating-point arrays.
         implementation: A name.
     """
     _, at, text = implementation.partition("@")
@@ -171,10 +171,4 @@ def takes(shape: Shape, dtype: Any, implementation: str) -> bool:
         tuning = kind.of_text(text)
     except ValueError:
         return False
-    itemsize = jnp.dtype(dtype).itemsize
-    if isinstance(shape, LinearShape) and isinstance(tuning, LinearTuning):
-        taken = tuning.shared_bytes(num_rows=shape.rows, itemsize=itemsize, gated=shape.gated)
-        return taken <= _MAX_SHARED_BYTES and (tuning.tensor_cores == 1 or shape.rows == 1)
-    if isinstance(shape, ExpertShape) and isinstance(tuning, ExpertTuning):
-        return tuning.shared_bytes(num_rows=shape.rows, itemsize=itemsize) <= _MAX_SHARED_BYTES
-    return True
+    return not isinstance(tuning, LinearTuning) or tuning.tensor_cores == 1 or (isinstance(shape, LinearShape) and shape.rows == 1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.kernels.shapes import SHAPE_TYPES, Shape, bucket
+from specjax.kernels.shared_memory import TooMuchSharedMemory
 from specjax.kernels.triton_call import what_is_missing
 from specjax.kernels.tuning import Tuning
 
@@ -151,10 +152,24 @@ def dispatch(
         return reference(*arrays)
     if cut and tuning is not None:
         triton = functools.partial(triton, tuning=tuning.of_text(cut))
-    fast = with_derivative_of(reference, triton)
     if implementation != "auto":
-        return fast(*arrays)
-    return lax.platform_dependent(*arrays, cuda=fast, default=reference)
+        return with_derivative_of(reference, triton)(*arrays)
+    return lax.platform_dependent(*arrays, cuda=with_derivative_of(reference, where_it_fits(triton, reference)), default=reference)
+
+
+def where_it_fits(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, or `reference` where the kernel takes more shared memory than the device has.
+
+    A cut that was measured stands for shapes of the same powers of two, some of which need larger tiles.
+    """
+
+    def run(*arrays: Any) -> Any:
+        try:
+            return kernel(*arrays)
+        except TooMuchSharedMemory:
+            return reference(*arrays)
+
+    return run
 
 
 def with_derivative_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:

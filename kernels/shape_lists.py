@@ -82,8 +82,11 @@ GATHERED_SHAPES = (
     *(GatheredShape(groups=1, rows=rows, hidden=4096, ffn=14336, kept=kept) for kept in (3584, 5736, 8608) for rows in (1, 6)),
     *(GatheredShape(groups=1, rows=rows, hidden=1536, ffn=8960, kept=kept) for kept in (3584, 5376) for rows in (1, 6)),
 )
-# Likewise; those of Qwen2.5-1.5B round up to the same sizes.
-LARGEST_SHAPES = tuple(LargestShape(rows=1, size=14336, chosen=chosen) for chosen in (3584, 5736, 8608))
+# Likewise; those of Qwen2.5-1.5B round up to the same sizes. And what is left of a vocabulary where a batch's candidates are chosen.
+LARGEST_SHAPES = (
+    *(LargestShape(rows=1, size=14336, chosen=chosen) for chosen in (3584, 5736, 8608)),
+    LargestShape(rows=64, size=16384, chosen=2048),
+)
 _TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
 # For a run that only shows that everything works.
 TINY_SHAPES: tuple[Shape, ...] = (

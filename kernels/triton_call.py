@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.shared_memory import check_shared_memory
+
 # Their rule for dead code has another signature than JAX 0.12 calls: every `jit` around a kernel fails. 0.3.1 has none, and works.
 _WITHOUT_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
 
@@ -30,6 +32,7 @@ def triton_call(
     constants: Mapping[str, Any],
     num_warps: int,
     num_stages: int,
+    shared_bytes: int = 0,
     aliases: Mapping[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Launches `kernel(*arrays, *results, **constants)` for every place of `grid`.
@@ -43,6 +46,8 @@ def triton_call(
         constants: The `constexpr` arguments.
         num_warps: Warps a program.
         num_stages: Loads that a loop keeps in flight.
+        shared_bytes: Of a program's shared memory, at most: what its loops keep in flight, and what its threads exchange. 0 where no tiles
+            are kept, which fits every device.
         aliases: Arrays, by index, that results, by index, are written into; what the kernel does not write stays. XLA copies such an array
             first if it is read afterwards.
 
@@ -51,6 +56,7 @@ def triton_call(
 
     Raises:
         ValueError: jax-triton or a CUDA device is missing; the message says which.
+        TooMuchSharedMemory: The kernel would not fit a multiprocessor.
     """
     missing = what_is_missing()
     if missing is not None:
@@ -58,6 +64,15 @@ def triton_call(
     import jax_triton
 
     function = getattr(importlib.import_module(f"specjax.kernels.{op}.triton"), kernel)
+    check_shared_memory(
+        f"{op}: kernel {kernel!r}",
+        function,
+        (*arrays, *out_shapes),
+        constants=constants,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        at_most=shared_bytes,
+    )
     results = "out_type" if "out_type" in inspect.signature(jax_triton.triton_call).parameters else "out_shape"
     options = {results: tuple(out_shapes), "grid": grid, "num_warps": num_warps, "num_stages": num_stages}
     if aliases:

@@ -33,3 +33,8 @@ def require_positive_ints(owner: object, *names: str) -> None:
     """Refuses an object whose fields of these names are not positive ints."""
     for name in names:
         require_size(f"{type(owner).__name__}.{name}", getattr(owner, name))
+
+
+def require_seed(what: str, value: Any) -> None:
+    """Refuses a seed that is not an int from 0 to 2^32 - 1: of a larger one JAX drops the upper bits, unsaid."""
+    require(is_int(value, 0) and value < 1 << 32, f"{what} must be an int from 0 to 2^32 - 1, got {value!r}")

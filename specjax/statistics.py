@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specjax.counts import added, ratio, total
 from specjax.sparsity.attention_reads import AttentionReads
 from specjax.sparsity.pass_counts import PassCounts, TargetPass
 from specjax.two_level.level_counts import LevelCounts
@@ -21,7 +23,7 @@ from specjax.two_level.level_counts import LevelCounts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts a row; add two with `+`, over rows with the properties.
+    """Counts a row; add two with `+`, over rows with the properties, both in 64 bits on the host (see `specjax.counts`).
 
     Attributes:
         accepted_counts: `[B,G+1]` int32: `[b, j]` is the number of steps in which row b accepted j draft tokens.
@@ -118,12 +120,12 @@ class Statistics:
         def both(ours: Any, theirs: Any) -> Any:
             return None if ours is None else ours.total() + theirs.total()
 
-        def total(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-            return (ours.sum(0) + theirs.sum(0))[None]
+        def over_rows(ours: jax.Array, theirs: jax.Array) -> Any:
+            return added(*(total(counts, axis=0, keepdims=True) for counts in (ours, theirs)))
 
         return Statistics(
-            accepted_counts=total(self.accepted_counts, other.accepted_counts),
-            drafted_counts=total(self.drafted_counts, other.drafted_counts),
+            accepted_counts=over_rows(self.accepted_counts, other.accepted_counts),
+            drafted_counts=over_rows(self.drafted_counts, other.drafted_counts),
             attention_reads=both(self.attention_reads, other.attention_reads),
             pass_counts=both(self.pass_counts, other.pass_counts),
             levels=both(self.levels, other.levels),
@@ -141,40 +143,40 @@ class Statistics:
         return self.accepted_counts.sum(axis=1, dtype=jnp.int32)
 
     @property
-    def num_steps(self) -> jax.Array:
+    def num_steps(self) -> Any:
         """Steps, summed over rows (vLLM: `num_drafts`, which leaves out steps without a draft)."""
-        return self.accepted_counts.sum()
+        return total(self.accepted_counts)
 
     @property
-    def num_draft_tokens(self) -> jax.Array:
+    def num_draft_tokens(self) -> Any:
         """Draft tokens, summed over rows and steps."""
-        return (self.drafted_counts * jnp.arange(self.drafted_counts.shape[1])).sum()
+        return _num_tokens(self.drafted_counts)
 
     @property
-    def num_accepted_tokens(self) -> jax.Array:
+    def num_accepted_tokens(self) -> Any:
         """Accepted draft tokens, summed over rows and steps."""
-        return (self.accepted_counts * jnp.arange(self.accepted_counts.shape[1])).sum()
+        return _num_tokens(self.accepted_counts)
 
     @property
-    def draft_acceptance_rate(self) -> jax.Array:
+    def draft_acceptance_rate(self) -> Any:
         """accepted / drafted; 0 where nothing was drafted."""
-        return self.num_accepted_tokens / jnp.maximum(self.num_draft_tokens, 1)
+        return ratio(self.num_accepted_tokens, self.num_draft_tokens, otherwise=0.0)
 
     @property
-    def mean_acceptance_length(self) -> jax.Array:
+    def mean_acceptance_length(self) -> Any:
         """1 + accepted / steps: the recovered or bonus token is included."""
-        return 1 + self.num_accepted_tokens / jnp.maximum(self.num_steps, 1)
+        return 1 + ratio(self.num_accepted_tokens, self.num_steps, otherwise=0.0)
 
     @property
-    def acceptance_histogram(self) -> jax.Array:
+    def acceptance_histogram(self) -> Any:
         """`[G+1]` steps in which exactly j draft tokens were accepted."""
-        return self.accepted_counts.sum(0)
+        return total(self.accepted_counts, axis=0)
 
     @property
-    def acceptance_rate_per_position(self) -> jax.Array:
+    def acceptance_rate_per_position(self) -> Any:
         """`[G]` share of all steps in which draft position j was accepted (unconditional: it falls with j)."""
-        at_least = jnp.cumsum(self.acceptance_histogram[::-1])[::-1][1:]
-        return at_least / jnp.maximum(self.num_steps, 1)
+        at_least = self.acceptance_histogram[::-1].cumsum()[::-1][1:]
+        return ratio(at_least, self.num_steps, otherwise=0.0)
 
     def summary(self) -> dict:
         """Counts and rates as plain numbers, for printing and JSON."""
@@ -194,3 +196,9 @@ class Statistics:
             "synthetic": self.synthetic,
             **sparse,
         }
+
+
+def _num_tokens(counts: jax.Array) -> Any:
+    """Of counts of steps `[B,G+1]` by their tokens."""
+    by_tokens = total(counts, axis=0)
+    return (by_tokens * np.arange(by_tokens.shape[0])).sum()

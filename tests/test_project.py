@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -298,3 +299,9 @@ def test_no_path_of_one_machine_is_committed() -> None:
             continue
         found += [f"{path.relative_to(ROOT)}: {line.decode().strip()}" for line in content.splitlines() if pattern.search(line)]
     assert found == []
+
+
+def test_warnings_are_errors_and_that_of_a_plugin_that_is_there_by_chance_is_not() -> None:
+    warnings.warn("Benchmarks are automatically disabled because xdist plugin is active.")
+    with pytest.raises(UserWarning, match="Benchmarks"):
+        warnings.warn("Benchmarks are slow")

@@ -49,6 +49,7 @@ def block_selection_triton(
         HEAD_BLOCKS=head_blocks, IS_MEAN=group == "mean", BLOCK_J=64 if head_dim <= 128 else 32, BLOCK_H=power_of_two(head_dim)
     )
     constants |= dict(BLOCK_NB=power_of_two(num_blocks), BLOCK_C=power_of_two(max_chosen))
+    columns, stages, itemsize = constants["BLOCK_H"], 3, max(query.dtype.itemsize, means.dtype.itemsize)
     block_ids, counts, _ = triton_call(
         "block_selection",
         "score_and_choose",
@@ -61,6 +62,7 @@ def block_selection_triton(
         grid=(batch_size * num_kv_heads,),
         constants=constants,
         num_warps=8 if num_blocks > 1024 else 4,
-        num_stages=3,
+        num_stages=stages,
+        shared_bytes=itemsize * columns * (stages * constants["BLOCK_J"] + _MAX_GROUP) + 8 * constants["BLOCK_NB"],
     )
     return block_ids, counts

@@ -24,6 +24,7 @@ from specjax.kernels.tuning import Tuning
 
 MAX_ROWS = 64
 MAX_PAIRS = 1024
+_PAIRS_AT_ONCE = 64  # that a program looks through
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -52,9 +53,9 @@ class ExpertTuning(Tuning):
     COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
 
     def shared_bytes(self, *, num_rows: int, itemsize: int) -> int:
-        """An upper bound of a program's shared memory, its tiles: of 163 KiB on a multiprocessor of an A100, 227 KiB of an H200."""
-        tile = self.depth * (max(2 * self.channels, self.outputs) + padded(num_rows))
-        return self.num_stages * tile * itemsize
+        """An upper bound of a program's shared memory, in either launch: tiles in flight, and what its threads exchange."""
+        width, rows = max(2 * self.channels, self.outputs), padded(num_rows)
+        return self.num_stages * self.depth * (width + rows) * itemsize + 4 * rows * (width + _PAIRS_AT_ONCE)
 
 
 def padded(num_rows: int) -> int:
@@ -114,6 +115,7 @@ def expert_products_triton(
     # No more rows than that choose one expert, if none chooses it twice: each expert's weights are then read by one block.
     sizes |= dict(BLOCK_M=padded(num_rows), BLOCK_P=power_of_two(num_pairs))
     options: dict[str, Any] = dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+    options["shared_bytes"] = tuning.shared_bytes(num_rows=num_rows, itemsize=max(x.dtype.itemsize, gate_up.dtype.itemsize))
     unread = weights.astype(jnp.float32)  # stands where a kernel reads nothing, too
     clamp = dict(IS_CLAMPED=activation.limit is not None, LIMIT=float(activation.limit or 0), ALPHA=float(activation.alpha))
     (inner,) = triton_call(

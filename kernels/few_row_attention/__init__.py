@@ -61,6 +61,12 @@ class TuningConfig(Tuning):
     )
     COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
 
+    def shared_bytes(self, *, packed_rows: int, head_dim: int, itemsize: int) -> int:
+        """An upper bound of a program's shared memory: keys and values in flight, queries, and what threads exchange of scores and sums."""
+        rows, columns = max(16, power_of_two(packed_rows)), power_of_two(head_dim)
+        exchanged = rows * (columns + self.block_slots) * (itemsize + 4)
+        return self.num_stages * self.block_slots * 2 * columns * itemsize + exchanged
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +219,7 @@ def few_row_attention(
         constants=sizes | constants,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        shared_bytes=tuning.shared_bytes(packed_rows=packed_rows, head_dim=head_dim, itemsize=keys.dtype.itemsize),
     )
     if tuning.parts == 1:
         return attended[0]

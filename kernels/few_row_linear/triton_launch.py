@@ -49,9 +49,10 @@ class LinearTuning(Tuning):
     COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8), tensor_cores=(0, 1))
 
     def shared_bytes(self, *, num_rows: int, itemsize: int, gated: bool) -> int:
-        """An upper bound of a program's shared memory, its tiles: of 163 KiB on a multiprocessor of an A100, 227 KiB of an H200."""
-        tile = self.block_d * (self.block_n * (2 if gated else 1) + self.padded(num_rows))
-        return self.num_stages * tile * itemsize
+        """An upper bound of a program's shared memory: tiles in flight, and the sums that its threads exchange."""
+        width = self.block_n * (2 if gated else 1)
+        tile = self.block_d * (width + self.padded(num_rows)) * itemsize
+        return self.num_stages * tile + 4 * width * max(self.padded(num_rows), self.num_warps)
 
     def padded(self, num_rows: int) -> int:
         """Rows that are multiplied: tensor cores take no fewer than 16."""
@@ -142,6 +143,7 @@ def few_row_linear_triton(
         ),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        shared_bytes=tuning.shared_bytes(num_rows=num_rows, itemsize=weight.dtype.itemsize, gated=gated),
     )
     if parts == 1:
         return out

@@ -47,6 +47,7 @@ def gathered_ffn_triton(
     itemsize = up.dtype.itemsize
     sizes: dict[str, Any] = dict(NUM_ROWS=rows, KEPT=kept, BLOCK_M=max(16, power_of_two(rows)))
     block_n = 32 if groups * -(-kept // 32) >= _PROGRAMS else 16
+    block_d, block_k = (256 if rows <= 16 else 128) * 2 // itemsize, _BLOCK_K * 2 // itemsize
     (inner,) = triton_call(
         "gathered_ffn",
         "chosen_up",
@@ -59,9 +60,10 @@ def gathered_ffn_triton(
         grid=(-(-kept // block_n), groups),
         constants=sizes
         | dict(WIDTH=width, FFN=ffn, HAS_BIAS=up_bias is not None, IS_CLAMPED=unit.limit is not None, LIMIT=float(unit.limit or 0))
-        | dict(BLOCK_N=block_n, BLOCK_D=(256 if rows <= 16 else 128) * 2 // itemsize),
+        | dict(BLOCK_N=block_n, BLOCK_D=block_d),
         num_warps=4,
         num_stages=4,
+        shared_bytes=_shared_bytes(sizes["BLOCK_M"], block_n, block_d, stages=4, itemsize=max(itemsize, x.dtype.itemsize)),
     )
     tiles = -(-outputs // _BLOCK_O)
     num_parts = max(1, min(_PROGRAMS // (groups * tiles), -(-kept // _BLOCK_K)))
@@ -73,8 +75,14 @@ def gathered_ffn_triton(
         down,
         out_shapes=[jax.ShapeDtypeStruct((groups, num_parts, rows, outputs), jnp.float32)],
         grid=(tiles, num_parts, groups),
-        constants=sizes | dict(WIDTH=outputs, PARTS=num_parts, BLOCK_N=_BLOCK_O, BLOCK_K=_BLOCK_K * 2 // itemsize),
+        constants=sizes | dict(WIDTH=outputs, PARTS=num_parts, BLOCK_N=_BLOCK_O, BLOCK_K=block_k),
         num_warps=4,
         num_stages=5,  # of an indirect load Triton halves the stages
+        shared_bytes=_shared_bytes(sizes["BLOCK_M"], _BLOCK_O, block_k, stages=5, itemsize=max(itemsize, x.dtype.itemsize)),
     )
     return added(parts, axis=1).astype(x.dtype)
+
+
+def _shared_bytes(rows: int, columns: int, depth: int, *, stages: int, itemsize: int) -> int:
+    """At most: tiles in flight, the numbers of their channels, and the sums that threads exchange."""
+    return stages * depth * ((rows + columns) * itemsize + 4) + 4 * rows * columns

@@ -1,14 +1,16 @@
-"""The k largest of many numbers in no particular order: what channels of a network, or candidates of a head, are chosen by."""
+"""The k largest of many numbers, in the order in which they stand: what channels of a network, or candidates of a head, are chosen by."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.largest.reference import radix_largest, sorted_largest
+from specjax.kernels.largest.reference import chunk_size, chunked_largest, radix_largest, sorted_largest
 from specjax.kernels.largest.triton_launch import largest_triton, serves
 from specjax.kernels.measured import check_implementation, kernel_choice, with_batches_of
 from specjax.kernels.shapes import LargestShape
@@ -17,7 +19,7 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 
 def largest(values: jax.Array, k: int, *, implementation: str = "auto") -> jax.Array:
-    """Where the k largest of `values` stand: as a set the columns of `jax.lax.top_k`, but in any order.
+    """Where the k largest of `values` stand: the columns of `jax.lax.top_k` as a set, ascending.
 
     Of equal values those in front are taken. NaN counts as larger than all others, and 0 and -0 are equal.
 
@@ -25,10 +27,11 @@ def largest(values: jax.Array, k: int, *, implementation: str = "auto") -> jax.A
         values: `[..., V]` float32, V below 2^24.
         k: Static, from 1 to V.
         implementation: `"reference"` selects by digits; `"triton"` does so in one launch, for V up to 16384 (others are the reference's).
-            `"auto"` takes `top_k` on a CPU, and elsewhere what was measured to be the fastest: see `specjax.kernels.measured`.
+            `"auto"` takes `top_k` on a CPU, and elsewhere what was measured to be the fastest (see `specjax.kernels.measured`), of many
+            numbers in two steps (see `chunked_largest`).
 
     Returns:
-        `[..., k]` int32 columns, each once. On a CPU they are in `top_k`'s order, elsewhere ascending.
+        `[..., k]` int32 columns, each once, ascending: on all platforms the same.
 
     Raises:
         ValueError: Another dtype, a k outside 1 to V, an unknown implementation, or one that cannot run here.
@@ -40,15 +43,42 @@ def largest(values: jax.Array, k: int, *, implementation: str = "auto") -> jax.A
         raise ValueError(f"k must be from 1 to V = {values.shape[-1]}, got {k}")
     if k == values.shape[-1]:
         return jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), values.shape)
-    reference = functools.partial(radix_largest, k=k)
-    kernel = with_batches_of(reference, functools.partial(largest_triton, k=k))
+    values = jax.lax.stop_gradient(values)
     if implementation == "triton" and serves(values.shape):
-        return kernel(values)
+        return _kernel(values, k)
     if implementation != "auto":
-        return reference(values)
+        return radix_largest(values, k)
     # A CPU's top_k keeps a heap of k: it reads the numbers once.
-    branches = {"cpu": functools.partial(sorted_largest, k=k), "default": reference}
-    shape = LargestShape(rows=math.prod(values.shape[:-1]), size=values.shape[-1], chosen=k)
-    if serves(values.shape) and kernel_choice("auto", shape, values.dtype)[0]:
-        branches["cuda"] = kernel
+    branches: dict[str, Callable[..., Any]] = {
+        "cpu": functools.partial(sorted_largest, k=k),
+        "default": _in_chunks(radix_largest, values.shape, k),
+    }
+    if any(_kernel_is_fastest(shape, k) for shape in _selections(values.shape, k)):
+        branches["cuda"] = _in_chunks(_fastest, values.shape, k)
     return jax.lax.platform_dependent(values, **branches)
+
+
+def _selections(shape: tuple[int, ...], k: int) -> list[tuple[int, ...]]:
+    """Shapes of the arrays from which k are selected, one after another."""
+    chunk = chunk_size(shape, k)
+    return [shape] if chunk == 1 else [(*shape[:-1], size) for size in (-(-shape[-1] // chunk), k * chunk)]
+
+
+def _in_chunks(select: Callable[[jax.Array, int], jax.Array], shape: tuple[int, ...], k: int) -> Callable[[jax.Array], jax.Array]:
+    chunk = chunk_size(shape, k)
+    if chunk == 1:
+        return lambda values: select(values, k)
+    return functools.partial(chunked_largest, k=k, chunk=chunk, select=select)
+
+
+def _kernel_is_fastest(shape: tuple[int, ...], k: int) -> bool:
+    known = LargestShape(rows=math.prod(shape[:-1]), size=shape[-1], chosen=k)
+    return serves(shape) and kernel_choice("auto", known, jnp.float32)[0]
+
+
+def _fastest(values: jax.Array, k: int) -> jax.Array:
+    return _kernel(values, k) if _kernel_is_fastest(values.shape, k) else radix_largest(values, k)
+
+
+def _kernel(values: jax.Array, k: int) -> jax.Array:
+    return with_batches_of(functools.partial(radix_largest, k=k), functools.partial(largest_triton, k=k))(values)

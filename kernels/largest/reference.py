@@ -1,10 +1,16 @@
-"""The k largest of many numbers in no particular order: a radix selection instead of a sort. Alabi et al., doi:10.1145/2133803.2345676.
+"""The k largest of many numbers, not sorted by size: a radix selection instead of a sort. Alabi et al., doi:10.1145/2133803.2345676.
 
 On a GPU XLA answers `jax.lax.top_k` with a sort of all the numbers once k is more than a few. Which k are largest takes less: the k-th
 largest is found digit by digit, each digit by counting; then what lies above it is moved together.
+
+Each digit reads the numbers anew, once a threshold. Where they are many beside k, most can be left aside after one reading: the k largest
+lie in the k chunks of neighbours whose own largest numbers are the largest.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +20,11 @@ _KEY_BITS = 32
 _DIGIT_BITS = 4
 # Numbers whose prefix sums are taken at once, each from scratch.
 _BLOCK = 64
+# Chunks are for rows that hold so many times k numbers, which leaves half of them or fewer to the two selections,
+_TIMES_CHOSEN = 16
+# and for so many numbers in all: two selections are twice as many launches, and of fewer numbers a pass is hardly more than its launch. Set
+# by an estimate, not by a measurement.
+_MANY_NUMBERS = 2**21
 
 
 def radix_largest(values: jax.Array, k: int) -> jax.Array:
@@ -38,16 +49,52 @@ def radix_largest(values: jax.Array, k: int) -> jax.Array:
     return columns.reshape(*values.shape[:-1], k).astype(jnp.int32)
 
 
+def chunk_size(shape: tuple[int, ...], k: int) -> int:
+    """Neighbours a chunk that `chunked_largest` should take of values `[..., V]`; 1 where it is not worth while.
+
+    Args:
+        shape: Of the values.
+        k: Numbers to choose.
+    """
+    size = shape[-1]
+    if size < _TIMES_CHOSEN * k or math.prod(shape) < _MANY_NUMBERS:
+        return 1
+    # V / c chunks and k c numbers are then selected from, the fewest with c = sqrt(V / k); a power of two near it.
+    return 1 << round(math.log2(size / k) / 2)
+
+
+def chunked_largest(values: jax.Array, k: int, *, chunk: int, select: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """`largest` in two selections: of the k chunks with the largest maxima, then of their numbers; columns ascend.
+
+    Exact, ties included: before a number of any other chunk come k numbers, one of each chosen chunk: larger ones, or equal ones in front.
+
+    Args:
+        values: `[..., V]` float32.
+        k: Static, from 1 to V / chunk.
+        chunk: Neighbours a chunk; static.
+        select: `largest` with ascending columns, for what is selected from.
+    """
+    # What is added stands behind all others, and so is taken after all that are equal to it: never, for there are k others.
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % chunk)]
+    chunks = jnp.pad(values, padding, constant_values=-jnp.inf).reshape(*values.shape[:-1], -1, chunk)
+    # As integers: a NaN is a chunk's largest number too, and a maximum of floats may take the smallest ones for zero.
+    chosen = select(_values_of(_ordered_keys(chunks).max(axis=-1)), k)
+    members = jnp.take_along_axis(chunks, chosen[..., None], axis=-2).reshape(*values.shape[:-1], k * chunk)
+    inside = select(members, k)
+    return jnp.take_along_axis(chosen, inside // chunk, axis=-1) * chunk + inside % chunk
+
+
 def sorted_largest(values: jax.Array, k: int) -> jax.Array:
-    """`largest` by XLA's own top-k, in whose order they come.
+    """`largest` by XLA's own top-k; columns ascend.
 
     Args:
         values: `[..., V]` float32.
         k: Static, from 1 to V.
     """
     # top_k tells the signs of NaN and of zero apart.
-    bits = jnp.where(jnp.isnan(values), _bits(jnp.full_like(values, jnp.nan)), _bits(values))
-    return jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1].astype(jnp.int32)
+    bits = _bits(values)
+    bits = jnp.where(_is_nan(bits), jnp.uint32(0x7FC00000), bits)
+    return jnp.sort(jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)[1].astype(jnp.int32), axis=-1)
 
 
 def prefix_sums(values: jax.Array) -> jax.Array:
@@ -72,7 +119,17 @@ def _ordered_keys(values: jax.Array) -> jax.Array:
     """uint32 that compare as the values do."""
     bits = _bits(values)
     keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    return jnp.where(jnp.isnan(values), jnp.uint32(2**32 - 1), keys)
+    return jnp.where(_is_nan(bits), jnp.uint32(2**32 - 1), keys)
+
+
+def _is_nan(bits: jax.Array) -> jax.Array:
+    """Of the bits, as all here: where floats are compared too, XLA's compiler for CPUs takes the smallest ones for zero."""
+    return bits << 1 > jnp.uint32(0xFF000000)
+
+
+def _values_of(keys: jax.Array) -> jax.Array:
+    """Values that have these keys."""
+    return jax.lax.bitcast_convert_type(jnp.where(keys >> 31 == 1, keys & jnp.uint32(2**31 - 1), ~keys), jnp.float32)
 
 
 def _bits(values: jax.Array) -> jax.Array:

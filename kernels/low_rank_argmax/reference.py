@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.precision import full_precision
+from specjax.kernels.precision import full_precision, rounded
 
 
 def low_rank_argmax_reference(hidden: jax.Array, down: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -17,7 +17,7 @@ def low_rank_argmax_reference(hidden: jax.Array, down: jax.Array, up: jax.Array)
 
 def inner_product(hidden: jax.Array, down: jax.Array) -> jax.Array:
     """`[M,D]` → `[M,R]`, rounded to the dtype of `hidden`."""
-    return _product(hidden, down).astype(hidden.dtype)
+    return rounded(_product(hidden, down), hidden.dtype)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -39,6 +39,8 @@ def low_rank_argmax_triton(hidden: jax.Array, down: jax.Array, up: jax.Array) ->
     num_parts = -(-vocab_size // _BLOCK_V)
     sizes = dict(NUM_ROWS=num_rows, VOCAB=vocab_size, RANK=rank, BLOCK_M=max(16, power_of_two(num_rows)), BLOCK_V=_BLOCK_V)
     part_shape = (num_rows, num_parts)
+    block_r, stages = 128 // up.dtype.itemsize, 4
+    tile = block_r * (sizes["BLOCK_M"] + _BLOCK_V) * up.dtype.itemsize
     part_scores, part_tokens = triton_call(
         "low_rank_argmax",
         "best_of_part",
@@ -46,9 +48,10 @@ def low_rank_argmax_triton(hidden: jax.Array, down: jax.Array, up: jax.Array) ->
         up,
         out_shapes=[jax.ShapeDtypeStruct(part_shape, dtype) for dtype in (jnp.float32, jnp.int32)],
         grid=(num_parts,),
-        constants=sizes | dict(BLOCK_R=128 // up.dtype.itemsize),
+        constants=sizes | dict(BLOCK_R=block_r),
         num_warps=4,
-        num_stages=4,
+        num_stages=stages,
+        shared_bytes=stages * tile + 4 * sizes["BLOCK_M"] * _BLOCK_V,
     )
     scores, tokens = triton_call(
         "low_rank_argmax",

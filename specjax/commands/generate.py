@@ -53,7 +53,7 @@ def generate_command(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens that reach this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the random key.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of the random key.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; as stored if not given.")] = None,
     sparsity: Annotated[
         Path | None,

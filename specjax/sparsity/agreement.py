@@ -8,7 +8,6 @@ until a refresh. Nothing here depends on a drafter.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from specjax.capacity import whole_blocks
+from specjax.counts import added
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import dense_reads, prepare_cache
 from specjax.models.transformer import Transformer
@@ -59,7 +59,11 @@ class Agreement:
         """Both."""
         if self.num_rows != other.num_rows:
             raise ValueError(f"Agreements of steps of {self.num_rows} and of {other.num_rows} rows do not add")
-        return jax.tree.map(operator.add, self, other, is_leaf=lambda x: isinstance(x, AttentionReads | PassCounts))
+
+        def both(ours: Any, theirs: Any) -> Any:  # what can refuse other settings adds itself
+            return ours + theirs if isinstance(ours, AttentionReads | PassCounts) else added(ours, theirs)
+
+        return jax.tree.map(both, self, other, is_leaf=lambda x: isinstance(x, AttentionReads | PassCounts))
 
     @property
     def token_agreement(self) -> float:

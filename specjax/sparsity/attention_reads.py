@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.counts import added, ratio, total
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -48,35 +50,36 @@ class AttentionReads:
 
     def total(self) -> AttentionReads:
         """The sum over rows, as one row."""
-        return jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), self)
+        return jax.tree.map(lambda x: total(x, axis=0, keepdims=True), self)
 
     def __add__(self, other: AttentionReads) -> AttentionReads:
         """Row by row."""
         ours, theirs = ((x.block_bytes, x.summary_bytes, x.blocks_read.shape[1]) for x in (self, other))
         if ours != theirs:
             raise ValueError(f"AttentionReads of different settings or models do not add: bytes and layers {ours} and {theirs}")
-        return jax.tree.map(jnp.add, self, other)
+        return added(self, other)
 
     @property
-    def keep_ratio(self) -> jax.Array:
+    def keep_ratio(self) -> Any:
         """Blocks read / blocks there, over all rows, passes and layers; 1 where nothing was there."""
-        return _ratio(self.blocks_read.sum(), self.blocks_there.sum())
+        return ratio(total(self.blocks_read), total(self.blocks_there), otherwise=1.0)
 
     @property
-    def keep_ratio_per_layer(self) -> jax.Array:
+    def keep_ratio_per_layer(self) -> Any:
         """`[L]`; 1 in layers that stay dense."""
-        return _ratio(self.blocks_read.sum(axis=0), self.blocks_there.sum(axis=0))
+        return ratio(total(self.blocks_read, axis=0), total(self.blocks_there, axis=0), otherwise=1.0)
 
     @property
-    def kv_bytes_per_pass(self) -> jax.Array:
+    def kv_bytes_per_pass(self) -> Any:
         """Bytes of keys, values and summaries that one pass reads for one row, all layers: the mean over passes."""
-        bytes_read = self.blocks_read.sum() * self.block_bytes + self.blocks_scored.sum() * self.summary_bytes
-        return bytes_read / jnp.maximum(self.num_passes.sum(), 1)
+        # Floats: an array takes no Python int of 2^31 and more.
+        read, scored = total(self.blocks_read) * float(self.block_bytes), total(self.blocks_scored) * float(self.summary_bytes)
+        return ratio(read + scored, total(self.num_passes), otherwise=0.0)
 
     @property
-    def dense_kv_bytes_per_pass(self) -> jax.Array:
+    def dense_kv_bytes_per_pass(self) -> Any:
         """What dense attention would read."""
-        return self.blocks_there.sum() * self.block_bytes / jnp.maximum(self.num_passes.sum(), 1)
+        return ratio(total(self.blocks_there) * float(self.block_bytes), total(self.num_passes), otherwise=0.0)
 
     def summary(self) -> dict:
         """Plain numbers, for printing and JSON."""
@@ -99,7 +102,3 @@ def blocks_in_reach(length: jax.Array, num_rows: Any, *, block_size: int, window
     """
     first = 0 if window is None else jnp.maximum(length - window + 1, 0) // block_size
     return (-(-(length + num_rows) // block_size) - first).astype(jnp.float32)
-
-
-def _ratio(read: jax.Array, there: jax.Array) -> jax.Array:
-    return jnp.where(there > 0, read / jnp.maximum(there, 1), 1.0)

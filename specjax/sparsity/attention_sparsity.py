@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from specjax.checks import is_int, require
+from specjax.checks import is_int, require, require_seed
 
 SCORES = ("mean", "bounds", "window", "random", "oracle")
 GROUPS = ("mean", "max")
@@ -63,9 +63,10 @@ class SparseAttention:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, smallest in (("block_size", 1), ("dense_below", 0), ("head_blocks", 0), ("tail_blocks", 0), ("seed", 0)):
+        for name, smallest in (("block_size", 1), ("dense_below", 0), ("head_blocks", 0), ("tail_blocks", 0)):
             value = getattr(self, name)
             require(is_int(value, smallest), f"SparseAttention.{name} must be an int of at least {smallest}, got {value!r}")
+        require_seed("SparseAttention.seed", self.seed)
         is_number = isinstance(self.keep, int | float) and not isinstance(self.keep, bool)
         require(is_number and 0 <= self.keep <= 1, f"SparseAttention.keep must be from 0 to 1, got {self.keep!r}")
         limit = self.head_limit

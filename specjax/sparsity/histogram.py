@@ -21,7 +21,12 @@ def histogram(values: jax.Array, counted: jax.Array | None = None) -> jax.Array:
 
     Returns:
         `[NUM_BINS]` int32.
+
+    Raises:
+        ValueError: So many values that a bin might not count them.
     """
+    if values.size > np.iinfo(np.int32).max:
+        raise ValueError(f"a histogram counts in int32: take fewer than 2^31 values at a time, such as of fewer rows, got {values.size}")
     bins = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32) >> _DROPPED_BITS
     ones = jnp.ones(values.shape, jnp.int32) if counted is None else jnp.broadcast_to(counted, values.shape).astype(jnp.int32)
     return jnp.zeros((NUM_BINS,), jnp.int32).at[bins.reshape(-1)].add(ones.reshape(-1))

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specjax.counts import added, total
 from specjax.sparsity.attention_reads import AttentionReads
 from specjax.sparsity.sparse_ffn import FeedForwardWork
 from specjax.sparsity.sparse_moe import ExpertWork
@@ -144,7 +146,7 @@ class PassCounts:
 
     def total(self) -> PassCounts:
         """The sum over rows, as one row."""
-        return jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), self)
+        return jax.tree.map(lambda x: total(x, axis=0, keepdims=True), self)
 
     def __add__(self, other: PassCounts) -> PassCounts:
         """Row by row."""
@@ -152,7 +154,7 @@ class PassCounts:
         ours, theirs = ({name: getattr(x, name) for name in names} for x in (self, other))
         if ours != theirs:
             raise ValueError(f"PassCounts of different settings or models do not add: {ours} and {theirs}")
-        return jax.tree.map(jnp.add, self, other)
+        return added(self, other)
 
     def step_work(self, reads: AttentionReads | None) -> PassWork:
         """Operations and bytes of the mean step: one pass, for as many rows as took part on average.
@@ -172,7 +174,7 @@ class PassCounts:
         work = self._work(sums, sums.tokens, kept)
         if reads is None:
             return work
-        scored = Work(0.0, float(reads.blocks_scored.sum()) * reads.summary_bytes / sums.passes)
+        scored = Work(0.0, float(total(reads.blocks_scored)) * reads.summary_bytes / sums.passes)
         return dataclasses.replace(work, attention=work.attention + scored)
 
     def dense_step_work(self, num_tokens: int) -> PassWork:
@@ -192,7 +194,7 @@ class PassCounts:
             reads: What attention read; `None` where it was dense.
             num_tokens: T of a dense step, G + 1.
         """
-        if not int(self.num_passes.sum()):
+        if not int(total(self.num_passes)):
             return {}
         sums = _sums(self)
         found: dict[str, Any] = {}
@@ -222,10 +224,10 @@ class PassCounts:
         """Over passes and the layers of a kind; `otherwise` where there is none."""
         layers = self._layers(kind)
         count = {"rows": sums.row_passes, "passes": sums.passes, "sparse_passes": sums.sparse_passes}[by]
-        return float(sums_bl.sum(axis=0)[jnp.array(layers)].mean()) / count if layers and count else otherwise
+        return float(total(sums_bl, axis=0)[np.array(layers)].mean()) / count if layers and count else otherwise
 
     def _per_layer(self, kind: str, sums_bl: jax.Array, sums: _Sums) -> list[float | None]:
-        values = sums_bl.sum(axis=0) / sums.row_passes
+        values = total(sums_bl, axis=0) / sums.row_passes
         return [float(value) if kind in measured else None for value, measured in zip(values, self.measured, strict=True)]
 
     def _work(self, sums: _Sums, num_tokens: float, kept: Kept) -> PassWork:
@@ -244,21 +246,21 @@ class _Sums:
 
 
 def _sums(counts: PassCounts) -> _Sums:
-    row_passes = max(float(counts.num_passes.sum()), 1.0)
-    passes = float(counts.passes.sum()) or 1.0
+    row_passes = max(float(total(counts.num_passes)), 1.0)
+    passes = float(total(counts.passes)) or 1.0
     return _Sums(
         row_passes,
         passes,
-        float(counts.sparse_passes.sum()),
-        float(counts.tokens.sum()) / row_passes,
-        float(counts.context.sum()) / row_passes,
+        float(total(counts.sparse_passes)),
+        float(total(counts.tokens)) / row_passes,
+        float(total(counts.context)) / row_passes,
     )
 
 
 def _keys(reads: AttentionReads, model: ModelConfig) -> float:
     """The share kept in layers without a window."""
-    layers = jnp.array([layer for layer in range(model.num_layers) if model.window(layer) is None])
-    read, there = (float(x[:, layers].sum()) for x in (reads.blocks_read, reads.blocks_there))
+    layers = np.array([layer for layer in range(model.num_layers) if model.window(layer) is None], np.int32)
+    read, there = (float(total(x[:, layers])) for x in (reads.blocks_read, reads.blocks_there))
     return min(read / there, 1.0) if there else 1.0
 
 

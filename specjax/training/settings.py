@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from specjax.checks import require_seed
 from specjax.training.distillation import LossPositions
 from specjax.training.losses import DraftLoss
 from specjax.training.new_drafters import INITS
@@ -99,6 +100,7 @@ class TrainSettings:
         names = [variant.name for variant in self.variants]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"there must be drafters to train, of different names, got {', '.join(names) or 'none'}")
+        require_seed("seed", self.seed)
         for name in ("num_epochs", "batch_size", "chain", "report_every", "compile_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.counts import added, ratio, total
 from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
 
@@ -43,33 +45,33 @@ class LevelCounts:
 
     def total(self) -> LevelCounts:
         """The sum over rows, as one row."""
-        return jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), self)
+        return jax.tree.map(lambda x: total(x, axis=0, keepdims=True), self)
 
     def __add__(self, other: LevelCounts) -> LevelCounts:
         """Row by row."""
         if self.check_cost != other.check_cost:
             raise ValueError(f"LevelCounts of different settings do not add: check_cost {self.check_cost} and {other.check_cost}")
-        return jax.tree.map(jnp.add, self, other)
+        return added(self, other)
 
     @property
-    def dense_acceptance_rate(self) -> jax.Array:
+    def dense_acceptance_rate(self) -> Any:
         """accepted / examined: the chance of a token to be kept if all before it were; 1 where none was examined."""
-        return jnp.where(self.examined.sum() > 0, self.accepted.sum() / jnp.maximum(self.examined.sum(), 1), 1.0)
+        return ratio(total(self.accepted), total(self.examined), otherwise=1.0)
 
     @property
-    def steps_per_dense_pass(self) -> jax.Array:
+    def steps_per_dense_pass(self) -> Any:
         """Sparse steps before each dense pass, the mean over rows and cycles."""
-        return self.sparse_steps.sum() / jnp.maximum(self.dense_passes.sum(), 1)
+        return ratio(total(self.sparse_steps), total(self.dense_passes), otherwise=0.0)
 
     @property
-    def step_cost(self) -> jax.Array:
+    def step_cost(self) -> Any:
         """The mean of what was taken for the time of a sparse step over that of a dense one."""
-        return self.step_costs.sum() / jnp.maximum(self.dense_passes.sum(), 1)
+        return ratio(total(self.step_costs), total(self.dense_passes), otherwise=0.0)
 
     def summary(self) -> dict:
         """Plain numbers, for printing and JSON; the rate and the modelled ones are `None` where no dense pass checked anything."""
         names = ("sparse_steps", "dense_passes", "dense_steps", "provisional", "accepted")
-        counts = {name: int(getattr(self, name).sum()) for name in names}
+        counts = {name: int(total(getattr(self, name))) for name in names}
         costs = dict(step_cost=float(self.step_cost), check_cost=self.check_cost)
         rate, break_even, speedup = None, None, None
         if counts["provisional"] > 0:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,12 +22,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
+from specjax.kernels.shared_memory import compiled as compile_kernel
 
 
 def compile_for(call: Callable[[], Any], architecture: int) -> list[dict[str, Any]]:
     """Compiles every kernel that `call` launches; nothing runs."""
-    compiled = []
+    compiled, bounds = [], []
 
     def triton_call(
         *arrays: Any,
@@ -40,27 +40,24 @@ def compile_for(call: Callable[[], Any], architecture: int) -> list[dict[str, An
         **constants: Any,
     ) -> tuple[jax.Array, ...]:
         del input_output_aliases
-        pointers = ["i32" if isinstance(array, int) else "*" + NAMES[array.dtype.name] for array in (*arrays, *out_shape)]
         compiled.append({"kernel": kernel.fn.__name__, "architecture": architecture, "grid": grid, "num_warps": num_warps})
-        compiled[-1] |= _compile(kernel, pointers, constants, architecture, dict(num_warps=num_warps, num_stages=num_stages))
+        compiled[-1] |= {"most_shared_bytes": bounds.pop()}
+        options = dict(num_warps=num_warps, num_stages=num_stages)
+        compiled[-1] |= _found(compile_kernel(kernel, (*arrays, *out_shape), constants, options, architecture=architecture))
         return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in out_shape)
 
     sys.modules["jax_triton"] = types.ModuleType("jax_triton")
     vars(sys.modules["jax_triton"])["triton_call"] = triton_call
-    with mock.patch("specjax.kernels.triton_call.what_is_missing", return_value=None):
+    bound = lambda *_, at_most, **__: bounds.append(at_most)
+    with (
+        mock.patch("specjax.kernels.triton_call.what_is_missing", return_value=None),
+        mock.patch("specjax.kernels.triton_call.check_shared_memory", bound),
+    ):
         jax.eval_shape(call)
     return compiled
 
 
-def _compile(kernel: Any, pointers: list[str], constants: Mapping[str, Any], architecture: int, options: dict[str, int]) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = dict(zip(kernel.arg_names, pointers, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(pointers) if kind[0] == "*"}  # as jax-triton says of arrays
-    source = ASTSource(kernel, signature=signature, constexprs=dict(constants), attrs=aligned)
-    result = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+def _found(result: Any) -> dict[str, Any]:
     return {"shared_bytes": result.metadata.shared, **_registers(result.asm["cubin"]), "ptx_target": _target(result.asm["ptx"])}
 
 

@@ -1,4 +1,4 @@
-"""The k largest are those of `jax.lax.top_k`, in whatever order, and of equal ones the first."""
+"""The k largest are those of `jax.lax.top_k`, in the order in which they stand, and of equal ones the first."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.kernels.largest import largest
-from specjax.kernels.largest.reference import prefix_sums, radix_largest
+from specjax.kernels.largest import largest, reference
+from specjax.kernels.largest.reference import chunk_size, chunked_largest, prefix_sums, radix_largest, sorted_largest
 from specjax.kernels.largest.triton_launch import serves
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
+FULL = pytest.mark.full
 V = 140  # three of the blocks in which prefix sums are taken
 
 
@@ -38,13 +39,34 @@ def expected(values: np.ndarray, k: int) -> np.ndarray:
     return np.sort(np.stack([np.lexsort((-row, ~nan))[:k] for row, nan in zip(keys, np.isnan(values), strict=True)]), axis=-1)
 
 
-@pytest.mark.parametrize("k", [1, 2, 33, V - 1, V])
+@pytest.mark.parametrize("k", [1, 2, 33, V // 2, V - 1, V])
 def test_the_k_largest_are_found(k: int) -> None:
     radix, chosen = (jax.jit(function, static_argnums=1) for function in (radix_largest, largest))
     for name, values in cases().items():
         wanted = expected(values, k)
         np.testing.assert_array_equal(radix(values, k), wanted, err_msg=name)
-        np.testing.assert_array_equal(np.sort(chosen(values, k), axis=-1), wanted, err_msg=name)
+        np.testing.assert_array_equal(chosen(values, k), wanted, err_msg=name)
+
+
+@pytest.mark.parametrize(("k", "chunk"), [(7, 4), (17, 8), *(pytest.param(*case, marks=FULL) for case in ((1, 8), (46, 3), (70, 2)))])
+def test_the_k_largest_are_found_in_chunks(k: int, chunk: int) -> None:
+    select = sorted_largest if k == 7 else radix_largest
+    found = jax.jit(lambda values: chunked_largest(values, k, chunk=chunk, select=select))
+    for name, values in cases().items():
+        np.testing.assert_array_equal(found(values), expected(values, k), err_msg=name)
+
+
+def test_chunks_are_taken_of_many_numbers_beside_which_k_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chunk_size((64, 151936), 2048) == 8  # 18,992 chunks, then 16,384 numbers
+    assert chunk_size((64, 128256), 64) == 32
+    assert chunk_size((1, 151936), 2048) == 1  # a pass over them takes no longer than its launch
+    assert chunk_size((256, 14336), 3584) == 1
+    monkeypatch.setattr(reference, "_MANY_NUMBERS", 1)
+    values = jnp.asarray(cases()["many ties"])
+    run = jax.jit(lambda values: largest(values, 4))
+    text = run.trace(values).lower(lowering_platforms=("cuda",)).as_text()
+    assert "3x18xui32" in text  # maxima of eight neighbours
+    np.testing.assert_array_equal(run(values), expected(np.asarray(values), 4))
 
 
 @needs_triton

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from specjax.drafting.heads import LowRankHead
+from specjax.drafting.heads.low_rank import low_rank_logits
 from specjax.kernels.low_rank_argmax import low_rank_argmax
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
+from tests.kernels.low_rank_bounds import check_best
 
 # Sums of R = 96 terms of order 1 in another order.
 TOLERANCE = 1e-5
@@ -31,6 +33,24 @@ def test_the_reference_is_the_arg_max_of_the_heads_scores() -> None:
     logits = LowRankHead(rank=7).scores({"down": down, "up": up}, hidden).logits
     np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
     np.testing.assert_array_equal(scores, logits.max(axis=-1))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_inner_product_is_rounded_before_the_outer_one_reads_it(rows: int) -> None:
+    hidden, down, up = case(rows=rows, rank=64, vocab=3000, hidden=256, dtype=jnp.bfloat16)
+    check_best((hidden, down, up), jax.jit(low_rank_argmax)(hidden, down, up))
+    # Said in the program, for a cast alone is left out where the product widens it again, as XLA does for one row on a GPU.
+    program = jax.jit(low_rank_argmax).lower(hidden, down, up).as_text()
+    head = jax.jit(lambda *arrays: low_rank_logits(dict(down=arrays[1], up=arrays[2]), arrays[0])).lower(hidden, down, up).as_text()
+    assert "reduce_precision" in program
+    assert "reduce_precision" in head
+    # What would come out then is seen to be wrong.
+    scores = np.asarray(hidden, np.float64) @ np.asarray(down, np.float64).T @ np.asarray(up, np.float64).T
+    with pytest.raises(AssertionError, match="are not from"):
+        check_best((hidden, down, up), (scores.argmax(axis=1), scores.max(axis=1)))
+    best = np.asarray(low_rank_argmax(hidden, down, up)[1])
+    with pytest.raises(AssertionError, match="score at most"):
+        check_best((hidden, down, up), (scores.argmin(axis=1), best))
 
 
 @needs_triton

@@ -228,6 +228,34 @@ def test_a_screened_head_scores_exactly_what_its_screening_chooses() -> None:
     np.testing.assert_allclose(scores.logits, np.take_along_axis(full, np.asarray(scores.token_ids), axis=-1), atol=TOLERANCE)
 
 
+def test_a_screened_head_scores_the_same_whether_rows_are_gathered_or_all_are_multiplied() -> None:
+    head, rng = HEADS["screened"], np.random.default_rng(4)
+    sizes = dict(down=(8, WIDTH), up=(VOCAB_SIZE, 8), lm_head=(VOCAB_SIZE, WIDTH))
+    # Whole numbers: both sums are exact, many candidates' and many screenings' scores are equal, and so must be all that is made of them.
+    params = {name: jnp.asarray(rng.integers(-1, 2, size), jnp.float32) for name, size in sizes.items()}
+    hidden = jnp.asarray(rng.integers(-1, 2, (6, WIDTH)), jnp.float32)
+    one = lambda hidden: head.scores(params, hidden)
+    ways = {"gathered": lambda hidden: jax.lax.map(one, hidden), "multiplied": one}
+    scores, whole = {}, {}
+    for name, way in ways.items():
+        products = [e for e in equations(jax.make_jaxpr(way)(hidden).jaxpr) if e.primitive.name == "dot_general"]
+        whole[name] = any(x.aval.shape == (VOCAB_SIZE, WIDTH) for product in products for x in product.invars)
+        scores[name] = jax.jit(way)(hidden)
+    assert whole == {"gathered": False, "multiplied": True}
+    jax.tree.map(np.testing.assert_array_equal, *scores.values())
+
+    logits, ids = (np.asarray(found) for found in (scores["multiplied"].logits, scores["multiplied"].token_ids))
+    screening = np.asarray(low_rank_logits(params, hidden))
+    np.testing.assert_array_equal(ids, np.sort(np.argsort(-screening, axis=1, kind="stable")[:, :12]))  # of equal ones the first
+    assert all(len(np.unique(row)) < 12 for row in logits)
+    keys = jax.random.split(jax.random.key(0), 6)
+    greedy, _ = (pick(found, None, keys, vocab_size=VOCAB_SIZE) for found in scores.values())
+    np.testing.assert_array_equal(greedy.tokens, np.where(logits == logits.max(axis=1, keepdims=True), ids, VOCAB_SIZE).min(axis=1))
+    sampled = [pick(found, SamplingParams(1.0, 5, 0.9).broadcast(6), keys, vocab_size=VOCAB_SIZE) for found in scores.values()]
+    for name in ("tokens", "probs"):
+        np.testing.assert_array_equal(*(getattr(found, name) for found in sampled))
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Of a program, and of the functions that it calls."""
     for equation in jaxpr.eqns:
@@ -239,7 +267,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def test_no_product_with_a_matrix_over_vocabulary_and_width_is_formed_or_taken() -> None:
-    dense, hidden = {(VOCAB_SIZE, WIDTH), (WIDTH, VOCAB_SIZE)}, hidden_states(2, 3)
+    dense, hidden = {(VOCAB_SIZE, WIDTH), (WIDTH, VOCAB_SIZE)}, hidden_states(1)
 
     def made(function: Any, params: dict) -> set:
         return {tuple(out.aval.shape) for equation in equations(jax.make_jaxpr(function)(params).jaxpr) for out in equation.outvars}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from specjax.checks import require_size
 from specjax.drafting.heads.draft_head import HeadScores, LowRankFactors
+from specjax.kernels.precision import rounded
 from specjax.models.layers import PROJECTION_INIT, head_product
 
 
@@ -70,4 +71,4 @@ class LowRankHead:
 
 def low_rank_logits(params: Mapping[str, jax.Array], hidden: jax.Array) -> jax.Array:
     """`[..., D]` → `[..., V]` float32; the inner product is rounded to the dtype of `hidden` before the outer one reads it."""
-    return head_product(head_product(hidden, params["down"]).astype(hidden.dtype), params["up"])
+    return head_product(rounded(head_product(hidden, params["down"]), hidden.dtype), params["up"])

@@ -2,11 +2,16 @@
 
 With k = 2048 and factors trained along with the drafter: SpecVocab, arXiv:2602.13836. With a small k and factors fitted to a finished full
 head: the candidate head of later EAGLE drafters.
+
+Every position has candidates of its own, so what is gathered grows with the positions: k rows of the full head for each, against all V rows
+once for any number of them. Many positions at a time, such as a large batch, are therefore scored by the full head, from whose scores the
+candidates' are taken. The head then costs its screening more than a full head and cannot be the faster one: it is for small batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -18,6 +23,9 @@ from specjax.drafting.heads.low_rank import LowRankHead, low_rank_logits
 from specjax.kernels.largest import largest
 from specjax.kernels.precision import full_precision
 from specjax.models.layers import PROJECTION_INIT, head_product
+
+# A gathered row is read, written beside the others, and read by the product; the full head's rows are read.
+_TIMES_GATHERED = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,9 @@ class ScreenedHead:
         """See `DraftHead.scores`."""
         full = matrix(params, shared_head, shared=self.shared)
         # With a NaN in the hidden state any ids may come out; the exact scores are then NaN, and say so.
-        ids = largest(low_rank_logits(params, hidden), self.num_candidates)  # in no particular order: the exact scores decide
+        ids = largest(low_rank_logits(params, hidden), self.num_candidates)
+        if _TIMES_GATHERED * math.prod(ids.shape) >= full.shape[0]:
+            return HeadScores(jnp.take_along_axis(head_product(hidden, full), ids, axis=-1), ids)
         rows = jnp.take(full, ids, axis=0).astype(hidden.dtype)
         exact = jnp.einsum("...d,...kd->...k", hidden, rows, precision=full_precision(hidden), preferred_element_type=jnp.float32)
         return HeadScores(exact, ids)
