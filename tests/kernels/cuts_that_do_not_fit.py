@@ -21,7 +21,7 @@ from specjax.kernels.shared_memory import TooMuchSharedMemory
 
 CUTS: tuple[tuple[Shape, str], ...] = (
     (LinearShape(rows=64, inner=2048, columns=96, gated=True), "triton@128:128:8:3:1:1"),
-    (AttentionShape(batch=1, rows=6, kv_heads=2, group=4, head_dim=128, slots=1024), "triton@4:256:8:4"),
+    (AttentionShape(batch=1, rows=6, kv_heads=2, group=4, head_dim=128, slots=1024), "triton@4:256:8:4:128"),
     (ExpertShape(rows=64, choices=4, experts=9, hidden=256, ffn=256), "triton@128:64:128:8:5"),
 )
 
