@@ -85,7 +85,7 @@ GATHERED_SHAPES = (
 # Likewise; those of Qwen2.5-1.5B round up to the same sizes. And what is left of a vocabulary where a batch's candidates are chosen.
 LARGEST_SHAPES = (
     *(LargestShape(rows=1, size=14336, chosen=chosen) for chosen in (3584, 5736, 8608)),
-    LargestShape(rows=64, size=16384, chosen=2048),
+    *(LargestShape(rows=64, size=size, chosen=2048) for size in (8192, 16384)),
 )
 _TINY = dict(batch=2, kv_heads=2, group=2, head_dim=16)
 # For a run that only shows that everything works.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.kernels.largest.reference import chunk_size, chunked_largest, radix_largest, sorted_largest
+from specjax.kernels.largest.reference import in_chunks, radix_largest, selections, sorted_largest
 from specjax.kernels.largest.triton_launch import largest_triton, serves
 from specjax.kernels.measured import check_implementation, kernel_choice, with_batches_of
 from specjax.kernels.shapes import LargestShape
@@ -28,7 +28,7 @@ def largest(values: jax.Array, k: int, *, implementation: str = "auto") -> jax.A
         k: Static, from 1 to V.
         implementation: `"reference"` selects by digits; `"triton"` does so in one launch, for V up to 16384 (others are the reference's).
             `"auto"` takes `top_k` on a CPU, and elsewhere what was measured to be the fastest (see `specjax.kernels.measured`), of many
-            numbers in two steps (see `chunked_largest`).
+            numbers in several steps (see `in_chunks`).
 
     Returns:
         `[..., k]` int32 columns, each once, ascending: on all platforms the same.
@@ -51,24 +51,11 @@ def largest(values: jax.Array, k: int, *, implementation: str = "auto") -> jax.A
     # A CPU's top_k keeps a heap of k: it reads the numbers once.
     branches: dict[str, Callable[..., Any]] = {
         "cpu": functools.partial(sorted_largest, k=k),
-        "default": _in_chunks(radix_largest, values.shape, k),
+        "default": functools.partial(in_chunks, k=k, select=radix_largest),
     }
-    if any(_kernel_is_fastest(shape, k) for shape in _selections(values.shape, k)):
-        branches["cuda"] = _in_chunks(_fastest, values.shape, k)
+    if any(_kernel_is_fastest(shape, k) for shape in selections(values.shape, k)):
+        branches["cuda"] = functools.partial(in_chunks, k=k, select=_fastest)
     return jax.lax.platform_dependent(values, **branches)
-
-
-def _selections(shape: tuple[int, ...], k: int) -> list[tuple[int, ...]]:
-    """Shapes of the arrays from which k are selected, one after another."""
-    chunk = chunk_size(shape, k)
-    return [shape] if chunk == 1 else [(*shape[:-1], size) for size in (-(-shape[-1] // chunk), k * chunk)]
-
-
-def _in_chunks(select: Callable[[jax.Array, int], jax.Array], shape: tuple[int, ...], k: int) -> Callable[[jax.Array], jax.Array]:
-    chunk = chunk_size(shape, k)
-    if chunk == 1:
-        return lambda values: select(values, k)
-    return functools.partial(chunked_largest, k=k, chunk=chunk, select=select)
 
 
 def _kernel_is_fastest(shape: tuple[int, ...], k: int) -> bool:

@@ -20,11 +20,13 @@ _KEY_BITS = 32
 _DIGIT_BITS = 4
 # Numbers whose prefix sums are taken at once, each from scratch.
 _BLOCK = 64
-# Chunks are for rows that hold so many times k numbers, which leaves half of them or fewer to the two selections,
+# Chunks are for rows that hold so many times k numbers, of which half or fewer are then left to two selections,
 _TIMES_CHOSEN = 16
-# and for so many numbers in all: two selections are twice as many launches, and of fewer numbers a pass is hardly more than its launch. Set
-# by an estimate, not by a measurement.
-_MANY_NUMBERS = 2**21
+# and for so many numbers in all: two selections are twice as many launches, and of fewer numbers a pass is hardly more than its launch. By
+# an estimate from what screened heads take at batches 1, 8 and 64 in experiments/results/head_latency.json.
+_MANY_NUMBERS = 3 * 2**19
+# Numbers of a row that what selects from chunks should find at most, as the Triton kernel does.
+_MOST_AT_ONCE = 16384
 
 
 def radix_largest(values: jax.Array, k: int) -> jax.Array:
@@ -49,6 +51,28 @@ def radix_largest(values: jax.Array, k: int) -> jax.Array:
     return columns.reshape(*values.shape[:-1], k).astype(jnp.int32)
 
 
+def in_chunks(values: jax.Array, k: int, *, select: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """`largest` by `chunked_largest` as often as it is worth while, and by `select`.
+
+    Args:
+        values: `[..., V]` float32.
+        k: Static, from 1 to V.
+        select: `largest` with ascending columns, for what is selected from.
+    """
+    chunk = chunk_size(values.shape, k)
+    if chunk == 1:
+        return select(values, k)
+    return chunked_largest(values, k, chunk=chunk, select=lambda values, k: in_chunks(values, k, select=select))
+
+
+def selections(shape: tuple[int, ...], k: int) -> list[tuple[int, ...]]:
+    """Shapes of what `in_chunks` selects from, of values of a shape."""
+    chunk = chunk_size(shape, k)
+    if chunk == 1:
+        return [shape]
+    return [found for size in (-(-shape[-1] // chunk), k * chunk) for found in selections((*shape[:-1], size), k)]
+
+
 def chunk_size(shape: tuple[int, ...], k: int) -> int:
     """Neighbours a chunk that `chunked_largest` should take of values `[..., V]`; 1 where it is not worth while.
 
@@ -60,7 +84,10 @@ def chunk_size(shape: tuple[int, ...], k: int) -> int:
     if size < _TIMES_CHOSEN * k or math.prod(shape) < _MANY_NUMBERS:
         return 1
     # V / c chunks and k c numbers are then selected from, the fewest with c = sqrt(V / k); a power of two near it.
-    return 1 << round(math.log2(size / k) / 2)
+    chunk = 1 << round(math.log2(size / k) / 2)
+    while size > _MOST_AT_ONCE * chunk and size >= 2 * k * chunk:
+        chunk *= 2
+    return chunk
 
 
 def chunked_largest(values: jax.Array, k: int, *, chunk: int, select: Callable[[jax.Array, int], jax.Array]) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.kernels.largest import largest, reference
-from specjax.kernels.largest.reference import chunk_size, chunked_largest, prefix_sums, radix_largest, sorted_largest
+from specjax.kernels.largest.reference import chunked_largest, in_chunks, prefix_sums, radix_largest, selections, sorted_largest
 from specjax.kernels.largest.triton_launch import serves
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
@@ -57,16 +57,22 @@ def test_the_k_largest_are_found_in_chunks(k: int, chunk: int) -> None:
 
 
 def test_chunks_are_taken_of_many_numbers_beside_which_k_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chunk_size((64, 151936), 2048) == 8  # 18,992 chunks, then 16,384 numbers
-    assert chunk_size((64, 128256), 64) == 32
-    assert chunk_size((1, 151936), 2048) == 1  # a pass over them takes no longer than its launch
-    assert chunk_size((256, 14336), 3584) == 1
+    assert selections((64, 128256), 2048) == [(64, 16032), (64, 16384)]
+    # Of sixteen, so that there are no more than a kernel finds at once, and of those that are chosen of four.
+    assert selections((64, 151936), 2048) == [(64, 9496), (64, 8192), (64, 8192)]
+    assert selections((64, 128256), 64) == [(64, 4008), (64, 2048)]
+    for shape, k in (((8, 151936), 2048), ((256, 14336), 3584)):  # passes of hardly more than a launch; too many to choose
+        assert selections(shape, k) == [shape]
     monkeypatch.setattr(reference, "_MANY_NUMBERS", 1)
+    monkeypatch.setattr(reference, "_MOST_AT_ONCE", 16)
     values = jnp.asarray(cases()["many ties"])
-    run = jax.jit(lambda values: largest(values, 4))
+    assert selections(values.shape, 2) == [(3, 9), (3, 8), (3, 8)]
+    run = jax.jit(lambda values: largest(values, 2))
     text = run.trace(values).lower(lowering_platforms=("cuda",)).as_text()
-    assert "3x18xui32" in text  # maxima of eight neighbours
-    np.testing.assert_array_equal(run(values), expected(np.asarray(values), 4))
+    assert "3x9xui32" in text  # maxima of sixteen neighbours
+    again = jax.jit(lambda values: in_chunks(values, 2, select=radix_largest))
+    for name, values in cases().items():
+        np.testing.assert_array_equal(again(values), expected(values, 2), err_msg=name)
 
 
 @needs_triton

@@ -24,9 +24,6 @@ from specjax.kernels.largest import largest
 from specjax.kernels.precision import full_precision
 from specjax.models.layers import PROJECTION_INIT, head_product
 
-# A gathered row is read, written beside the others, and read by the product; the full head's rows are read.
-_TIMES_GATHERED = 3
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScreenedHead:
@@ -66,7 +63,8 @@ class ScreenedHead:
         full = matrix(params, shared_head, shared=self.shared)
         # With a NaN in the hidden state any ids may come out; the exact scores are then NaN, and say so.
         ids = largest(low_rank_logits(params, hidden), self.num_candidates)
-        if _TIMES_GATHERED * math.prod(ids.shape) >= full.shape[0]:
+        # Each candidate's row is read for its position, the full head's rows once for all of them.
+        if math.prod(ids.shape) >= full.shape[0]:
             return HeadScores(jnp.take_along_axis(head_product(hidden, full), ids, axis=-1), ids)
         rows = jnp.take(full, ids, axis=0).astype(hidden.dtype)
         exact = jnp.einsum("...d,...kd->...k", hidden, rows, precision=full_precision(hidden), preferred_element_type=jnp.float32)
