@@ -61,9 +61,13 @@ class TuningConfig(Tuning):
     )
     COUNTS: ClassVar[Mapping[str, tuple[int, int]]] = dict(num_stages=(1, 8))
 
+    def rows_of_a_program(self, packed_rows: int) -> int:
+        """Rows of a program's products, some of them padding: T N / K packed rows are there."""
+        return max(16, min(self.block_rows, power_of_two(packed_rows)))
+
     def shared_bytes(self, *, packed_rows: int, head_dim: int, itemsize: int) -> int:
         """An upper bound of a program's shared memory: keys and values in flight, queries, and what threads exchange of scores and sums."""
-        rows, columns = max(16, power_of_two(packed_rows)), power_of_two(head_dim)
+        rows, columns = self.rows_of_a_program(packed_rows), power_of_two(head_dim)
         exchanged = rows * (columns + self.block_slots) * (itemsize + 4)
         return self.num_stages * self.block_slots * 2 * columns * itemsize + exchanged
 
@@ -195,7 +199,7 @@ def few_row_attention(
     constants: dict[str, Any] = dict(
         CAPACITY=capacity, SCALE=float(scale) * math.log2(math.e), WINDOW=window or 0, LISTED=listed is not None, WIDTH=width
     )
-    block_rows = max(16, min(tuning.block_rows, power_of_two(packed_rows)))
+    block_rows = tuning.rows_of_a_program(packed_rows)
     constants |= dict(BLOCK_SIZE=1 if listed is None else listed.block_size, BLOCK_M=block_rows)
     constants |= dict(IS_CAUSAL=step_mask is None, MASK_WORDS=-(-num_rows // _WORD))
     constants |= dict(HAS_ROW_MASK=listed is not None and listed.row_mask is not None, BLOCK_S=tuning.block_slots)
