@@ -17,7 +17,7 @@ from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
 from specjax import GenerateConfig, Lossless
-from specjax.capacity import bucket
+from specjax.capacity import bucket, whole_chunks
 from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class Workload:
         config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
         behind = config.new_tokens + config.max_sparse_steps * num_rows + num_rows + PADDING
         step = math.lcm(64, config.block_size)
-        static = dataclasses.replace(self.static(DENSE), cache_capacity=-(-(width + behind) // step) * step)
+        static = self.static(DENSE)
+        slots = whole_chunks(width, static.prefill_chunk_size) + behind
+        static = dataclasses.replace(static, cache_capacity=-(-slots // step) * step)
         sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
         return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 

@@ -16,7 +16,7 @@ from experiments.decoding import Decoder, Prefilled
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, laid_out_for
 from specjax import GenerateConfig, SparsityConfig
-from specjax.capacity import bucket
+from specjax.capacity import bucket, whole_chunks
 from specjax.models.kv_cache import KVCache
 from specjax.sparsity.agreement import Agreement, measure_agreement
 
@@ -70,7 +70,9 @@ class Pair:
         # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
         step = math.lcm(64, self.block_size)
         room = longest + 2 * self.num_speculative_tokens + PADDING
-        static = dataclasses.replace(self._static(DENSE), cache_capacity=-(-max(room, width + PADDING) // step) * step)
+        static = self._static(DENSE)
+        room = max(room, whole_chunks(width, static.prefill_chunk_size) + PADDING)
+        static = dataclasses.replace(static, cache_capacity=-(-room // step) * step)
         drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
         return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
 
