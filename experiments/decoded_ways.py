@@ -16,7 +16,7 @@ from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
 from specjax import GenerateConfig, Lossless
-from specjax.capacity import bucket, rounded_capacity
+from specjax.capacity import bucket, rounded_capacity, whole_chunks
 from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class Workload:
         """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""
         config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
         behind = config.new_tokens + config.max_sparse_steps * num_rows + num_rows + PADDING
-        static = dataclasses.replace(self.static(DENSE), cache_capacity=rounded_capacity(width + behind, config.block_size))
+        static = self.static(DENSE)
+        slots = whole_chunks(width, static.prefill_chunk_size) + behind
+        static = dataclasses.replace(static, cache_capacity=rounded_capacity(slots, config.block_size))
         sizes: dict[str, Any] = dict(config=static, batch=self.batch, width=width)
         return Prefilled.of(self.target, self.drafter.drafter, self.drafter.params, self.prompts, **sizes)
 

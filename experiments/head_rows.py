@@ -119,6 +119,7 @@ class Setting:
                 short_steps=config.short_steps,
                 repeats=config.loop_repeats,
                 compile_threads=config.compile_threads,
+                tuned=True,
             )
             for family, candidates in families.items()
         }

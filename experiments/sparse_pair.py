@@ -15,7 +15,7 @@ from experiments.decoding import Decoder, Prefilled
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, laid_out_for
 from specjax import GenerateConfig, SparsityConfig
-from specjax.capacity import bucket, rounded_capacity
+from specjax.capacity import bucket, rounded_capacity, whole_chunks
 from specjax.models.kv_cache import KVCache
 from specjax.sparsity.agreement import Agreement, measure_agreement
 
@@ -67,8 +67,9 @@ class Pair:
         if not self.share_prefill:
             return None
         # Behind a prompt stand what follows it, a draft or a step's rows, and the padding of the next call's few columns.
-        room = max(longest + 2 * self.num_speculative_tokens, width) + PADDING
-        static = dataclasses.replace(self._static(DENSE), cache_capacity=rounded_capacity(room, self.block_size))
+        static = self._static(DENSE)
+        room = max(longest + 2 * self.num_speculative_tokens, whole_chunks(width, static.prefill_chunk_size)) + PADDING
+        static = dataclasses.replace(static, cache_capacity=rounded_capacity(room, self.block_size))
         drafter, params = (None, None) if self.drafter is None else (self.drafter.drafter, self.drafter.params)
         return Prefilled.of(self.target, drafter, params, prompts, config=static, batch=self.batch, width=width)
 

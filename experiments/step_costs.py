@@ -44,6 +44,7 @@ def measure_costs(
     short_steps: int,
     repeats: int,
     compile_threads: int = 1,
+    tuned: bool = False,
 ) -> MeasuredCosts:
     """Times the library's own steps, all in turn.
 
@@ -62,6 +63,7 @@ def measure_costs(
         short_steps: Steps of the short loops.
         repeats: Pairs of loops.
         compile_threads: Programs to compile at a time.
+        tuned: Programs with all of these products, those of each head among them, were compiled before in this process.
 
     Raises:
         ExperimentError: Times too short to tell apart, or a context that is too short.
@@ -96,7 +98,7 @@ def measure_costs(
         long=middle.num_steps,
         repeats=repeats,
         compile_threads=compile_threads,
-        compile_first=2,  # the drafter's body and the pass over G + 1 rows: the others contain them
+        compile_first=0 if tuned else 2,  # the drafter's body and the pass over G + 1 rows: the others contain them
     )
 
     def us(name: str, less: str | None = None) -> float:

@@ -34,8 +34,7 @@ def slots_needed(*, start: int, num_columns: int, num_new: int, draft_length: in
         chunk_size: The prefill's; its last chunk is written whole.
         refresh_rows: Rows of a refreshing step (`SparsityConfig.refresh_rows`).
     """
-    chunk_size = min(chunk_size, num_columns)
-    padded = -(-num_columns // chunk_size) * chunk_size
+    padded = whole_chunks(num_columns, chunk_size)
     # + 1: the pending token stands before the draft.
     return max(start + max(padded, num_columns + num_new + draft_length + 1), refresh_rows)
 
@@ -52,6 +51,12 @@ def rounded_capacity(slots: int, block_size: int = 1) -> int:
     """
     step = max(_STEP, 1 << max(slots // _STEPS, 1).bit_length() - 1)
     return _multiple(_multiple(slots, step), block_size)
+
+
+def whole_chunks(num_columns: int, chunk_size: int) -> int:
+    """Slots that a prefill of `num_columns` columns writes, a chunk of at most `chunk_size` at a time."""
+    chunk_size = min(chunk_size, num_columns)
+    return _multiple(num_columns, chunk_size)
 
 
 def choose_capacity(config: GenerateConfig, *, needed: int, present: int, start: int | None) -> int:

@@ -69,7 +69,10 @@ def test_the_arrays_of_a_step_exceed_the_cache_four_times_or_what_lacks_is_read_
         (["implementations=reference,triton@3:64:4:3:128"], "no operation that is measured can be cut as 'triton@3:64:4:3:128' says"),
         (["implementations=reference,triton@fast"], "no operation that is measured can be cut as 'triton@fast' says"),
         (["implementations=reference,triton@8:64:64:4:4"], "can be cut as 'triton@8:64:64:4:4' says"),
-        (["implementations=reference,triton@2:16:4:2:128", "ops=few_row_linear,expert_products"], "can be cut as 'triton@2:16:4:2:128' says"),
+        (
+            ["implementations=reference,triton@2:16:4:2:128", "ops=few_row_linear,expert_products"],
+            "can be cut as 'triton@2:16:4:2:128' says",
+        ),
         (["rows=7"], r"no shape of 'full' has these ops, rows and sizes: \(\), \(7,\)"),
         (["implementations=triton"], "implementations must be reference, and may be triton, got triton"),
     ],

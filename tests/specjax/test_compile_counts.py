@@ -20,7 +20,7 @@ from specjax import (
     Transformer,
     speculative_generate,
 )
-from specjax.capacity import bucket
+from specjax.capacity import bucket, whole_chunks
 from specjax.generate import _generate, prepare_call
 from specjax.models.attention import Attention
 from tests.helpers import NUM_TOKENS, greedy_text, param_shapes, random_model, random_prompts, tiny_config, tiny_target
@@ -150,6 +150,10 @@ def test_preparing_a_call_runs_no_jax_computation() -> None:
     config = GenerateConfig(max_new_tokens=16, do_sample=True)
     with jax.transfer_guard("disallow"):
         prepare_call(target, PromptLookup(), None, [[1, 2], [3]], config=config, **arguments)
+
+
+def test_a_prefill_writes_whole_chunks_of_any_bucket():
+    assert {width: whole_chunks(width, 512) for width in (96, 512, 768, 1536)} == {96: 96, 512: 512, 768: 1024, 1536: 1536}
 
 
 def test_layers_of_equal_shapes_are_traced_and_lowered_once(monkeypatch):
