@@ -1,8 +1,10 @@
 """How many sparse steps to take before the next dense pass: a running estimate of what dense passes accept, and the model's best answer.
 
 The estimate sees settled tokens only, all rows of the batch together, and is formed before a cycle begins: so it cannot bias what the cycle
-emits. Evidence fades from cycle to cycle towards a hopeful prior, so that a batch which fell back to dense verification tries sparse steps
-again after a while, a few at first.
+emits. Evidence fades towards a hopeful prior, so that a batch which fell back to dense verification tries sparse steps again after a while.
+The prior is above the break-even of any check that may pay, and outweighs one early rejection: half the cycles of eight steps end with one
+where 97 % of the tokens pass. Steps that were verified densely show nothing, and leave more of what was seen before, or a batch for which
+sparse steps do not pay would try them all the time.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from specjax.two_level.lossless import Lossless
 from specjax.two_level.two_level_cost import expected_settled
 
 # What is taken for granted before anything was seen: this acceptance, with the weight of so many tokens.
-_PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.95, 2.0
-# What a cycle leaves of the evidence before it: about the last twenty count.
-_MEMORY = 0.95
+_PRIOR_ACCEPTANCE, _PRIOR_TOKENS = 0.99, 20.0
+# What a cycle leaves of the evidence before it, a checked one and one verified densely: about the last 30 and 100 count.
+_MEMORY, _DENSE_MEMORY = 0.97, 0.99
 # 1 - a of the formula in float32: below this the quotient is rounding.
 _LEAST_REJECTION = 1e-4
 
@@ -48,7 +50,8 @@ class Pace:
     def after(self, *, examined: jax.Array, accepted: jax.Array, tokens: jax.Array, steps: jax.Array) -> Pace:
         """With what one more cycle showed; scalars."""
         new = Pace(examined=examined, accepted=accepted, tokens=tokens, steps=steps)
-        return jax.tree.map(lambda old, more: _MEMORY * old + more.astype(jnp.float32), self, new)
+        memory = jnp.where(examined > 0, _MEMORY, _DENSE_MEMORY)
+        return jax.tree.map(lambda old, more: memory * old + more.astype(jnp.float32), self, new)
 
     @property
     def acceptance(self) -> jax.Array:
