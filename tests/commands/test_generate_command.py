@@ -162,7 +162,7 @@ def test_where_steps_cannot_be_timed_two_levels_go_on_with_what_is_known(
     assert seen == [Lossless(), Lossless(max_steps=7, step_cost=0.5)]
     assert "nothing to choose by, give a" in lossless(SparsityConfig(ffn=SparseFFN(keep=0.5)))
     # Memory for the call, but not for the loops and the caches that they start from.
-    call = plan_memory([read_model(target)], batch_size=1, capacity=96, sparsity=few)
+    call = plan_memory([read_model(target)], batch_size=1, capacity=128, sparsity=few)
     monkeypatch.setattr(memory_plan, "device_bytes", lambda device: call.params_bytes + call.cache_bytes)
     said = lossless(few, "abc")
     assert "two levels choose by bytes: the device has no memory for two of the caches: memory: weights" in said
