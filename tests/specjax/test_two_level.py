@@ -209,7 +209,8 @@ def test_afterwards_a_drafter_on_features_knows_those_of_dense_passes(drafter_na
 @pytest.mark.full
 def test_a_stream_delivers_settled_tokens_only_and_a_call_may_be_continued(full_grid: bool) -> None:
     target, params = tiny_target()
-    text, sparsity = greedy_text(PROMPTS), sparse(ADAPTING, **HARSH)
+    # Steps so dear that the first few rejections end them for a while: both kinds of cycles are there.
+    text, sparsity = greedy_text(PROMPTS), sparse(dataclasses.replace(ADAPTING, step_cost=0.8), **HARSH)
     config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=2, sparsity=sparsity, return_log_probs=True)
     dense = generate(target, params, PROMPTS, config=GenerateConfig(max_new_tokens=NUM_TOKENS, return_log_probs=True))
     streamed: list[list[int]] = [[] for _ in PROMPTS]
