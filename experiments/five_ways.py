@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run five_ways target=TARGET drafter=DRAFTER data=FOLDERS --record
 Hardware: one H200
-Time: 2 minutes on an H200 for a preset's five ways; of a checkpoint a way takes a compilation and a decode of all prompts
+Time: 3 minutes on an H200 for a preset's five ways; of a checkpoint a way takes a compilation and a decode of all prompts
 Result: see "Sparse verification, measured" in the README, made from results/five_ways_8b.json
 
 The ways are plain decoding, plain decoding over a part of the cache, dense verification of drafts, sparse verification (both lossy where

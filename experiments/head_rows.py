@@ -93,13 +93,11 @@ class Setting:
             )
 
         keys = [(family, name) for family, candidates in families.items() for name in candidates.trained]
-        # The products that programs share are tuned once, for all alike, when one with all of them is compiled first.
-        first, *others = sorted(keys, key=lambda key: key[1] != FULL)
+        keys.sort(key=lambda key: key[1] != FULL)  # one with all the products that programs share is compiled first
         say(f"batch {batch}, temperature {temperature:g}: {len(keys)} drafters")
-        jobs: dict[Any, Any] = {key: (" ".join(key), functools.partial(decoder, key)) for key in (first, *others)}
+        jobs: dict[Any, Any] = {key: (" ".join(key), functools.partial(decoder, key)) for key in keys}
         jobs[None] = "plain decoding", functools.partial(decoder, None)
-        decoders: dict[Any, Decoder] = compile_all({first: jobs.pop(first)}, threads=1)
-        decoders |= compile_all(jobs, threads=config.compile_threads)
+        decoders: dict[Any, Decoder] = compile_all(jobs, threads=config.compile_threads, first=1)
         plain = decoders.pop(None)
         middle = Middle(
             batch=batch,

@@ -80,7 +80,10 @@ class Comparison:
         together = pair.batch if task.metrics else 1
         one = [([0], [0, 0])] * min(together, len(prompts))
         caches = [] if prefilled is None else [prefilled.cache(0)] * len(one)
-        jobs: dict[Any, tuple[str, Callable[[], Any]]] = {}
+        # First one with all the products that programs share.
+        jobs: dict[Any, tuple[str, Callable[[], Any]]] = {
+            "dense": ("dense verification", functools.partial(pair.decoder, width, prefilled=prefilled))
+        }
         if pair.drafter is not None:
             jobs["plain"] = "plain decoding", functools.partial(pair.decoder, width, plain=True, prefilled=prefilled)
         for named in settings:
@@ -88,10 +91,7 @@ class Comparison:
         for named in settings:
             along = functools.partial(pair.agreement, named.sparsity, one, longest=longest, caches=caches)
             jobs["agreement", named] = f"agreement of {named.name}", along
-        # The products that programs share are tuned once, for all alike, when one with all of them is compiled first.
-        first = "dense verification", functools.partial(pair.decoder, width, prefilled=prefilled)
-        ready: dict[Any, Any] = compile_all({"dense": first}, threads=1)
-        ready |= compile_all(jobs, threads=pair.compile_threads)
+        ready: dict[Any, Any] = compile_all(jobs, threads=pair.compile_threads, first=1)
         say(f"{task.name}: decoding")
         dense = ready["dense"](prompts, repeats=pair.repeats)
         prefill_seconds = ready["dense"].prefill_seconds(prompts, repeats=pair.repeats)

@@ -99,8 +99,7 @@ def time_loops(
         long: Steps of the long one.
         repeats: Pairs of loops to time, after a warm-up of each.
         compile_threads: Programs to compile at a time; `compile_s` is then longer than it would be alone.
-        compile_first: Loops that are compiled before the others: what those share with them XLA then tunes once, alike in all. Tuned at the
-            same time, two programs may get other kernels for the same product.
+        compile_first: Loops that are compiled before the others; see `compile_all`.
 
     Raises:
         ValueError: Unless 0 < short < long, of every loop's own too, and repeats > 0.
@@ -109,8 +108,7 @@ def time_loops(
         if not (0 < first < last and repeats > 0):
             raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got short={first}, long={last}, {repeats=}")
     jobs = [(name, (f"loop of {name or 'steps'}", functools.partial(_compiled, loop))) for name, loop in loops.items()]
-    compiled = compile_all(dict(jobs[:compile_first]), threads=1)
-    compiled |= compile_all(dict(jobs[compile_first:]), threads=compile_threads)
+    compiled = compile_all(dict(jobs), threads=compile_threads, first=compile_first)
 
     def end(name: K, num_steps: int) -> Any:
         return jax.block_until_ready(compiled[name][0](loops[name].params, loops[name].state, np.int32(num_steps)))

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.capacity import whole_chunks
 from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.drafting.drafter import Drafter
@@ -46,7 +47,7 @@ def prefill(
         num_rows = min(continue_from.max_behind, config.prefill_chunk_size, cache.capacity)
         cache = _made_dense(target, target_params, context.tokens, cache, continue_from.dense_length, num_rows=num_rows)
     chunk_size = min(config.prefill_chunk_size, prompt.tokens.shape[1])
-    num_columns = -(-prompt.tokens.shape[1] // chunk_size) * chunk_size
+    num_columns = whole_chunks(prompt.tokens.shape[1], chunk_size)
     padded = jnp.pad(prompt.tokens, ((0, 0), (0, num_columns + 1 - prompt.tokens.shape[1])))  # + 1: the last column has a next token too
     feature_layers = () if drafter is None else drafter.feature_layers
     # What the target made of each row's last prompt token: the hidden state, and the drafter's features.

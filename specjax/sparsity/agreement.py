@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax.capacity import whole_blocks
+from specjax.capacity import whole_blocks, whole_chunks
 from specjax.counts import added
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import dense_reads, prepare_cache
@@ -168,7 +168,7 @@ def read_context(
     """
     batch_size, width = tokens.shape
     chunk = min(_CHUNK, width)
-    capacity = whole_blocks(max(-(-width // chunk) * chunk, width + spare), sparsity)
+    capacity = whole_blocks(max(whole_chunks(width, chunk), width + spare), sparsity)
     cache = target.init_cache(batch_size=batch_size, capacity=capacity, context_limit=lengths)
 
     def take_in(cache: KVCache) -> KVCache:

@@ -24,6 +24,21 @@ def test_results_come_back_by_key_and_each_end_is_said(capsys):
     assert {line.rpartition(": ")[2] for line in lines} == {"program a", "program b", "program c"}
 
 
+def test_the_first_jobs_run_alone():
+    running, most = [], {}
+
+    def job(name: int) -> None:
+        running.append(name)
+        time.sleep(0.02)
+        most[name] = len(running)
+        running.remove(name)
+
+    jobs = {name: (str(name), lambda name=name: job(name)) for name in range(6)}
+    assert list(compile_all(jobs, threads=4, first=2)) == list(jobs)
+    assert (most[0], most[1]) == (1, 1)
+    assert max(most.values()) > 1
+
+
 def test_what_a_job_raises_is_raised_and_no_other_job_begins():
     begun = []
 
