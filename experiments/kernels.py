@@ -63,6 +63,7 @@ class Config:
         long_steps: Steps of the long loop.
         repeats: Pairs of loops.
         compile_threads: Programs to compile at a time.
+        together: Shapes whose programs are compiled together, and then timed in turn: memory for the arrays of all of them is needed.
     """
 
     shapes: str = "full"
@@ -78,8 +79,11 @@ class Config:
     long_steps: int = 110
     repeats: int = 7
     compile_threads: int = 1
+    together: int = 1
 
     def __post_init__(self) -> None:
+        if self.together < 1:
+            raise ExperimentError(f"together must be at least 1, got {self.together}")
         if self.shapes not in SIZES:
             raise ExperimentError(f"shapes must be one of {', '.join(SIZES)}, got {self.shapes!r}")
         known = {shape.op for shape in SHAPES}
@@ -131,15 +135,18 @@ def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:
     missing = what_is_missing() if set(config.implementations) != {"reference"} else None
     if missing is not None:
         raise ExperimentError(f"{missing}; implementations=reference measures XLA alone")
-    for shape in config.chosen_shapes:
+    chosen = config.chosen_shapes
+    for shapes in (chosen[at : at + config.together] for at in range(0, len(chosen), config.together)):
         timings = time_loops(
-            loops(shape, config),
+            {(shape, name): loop for shape in shapes for name, loop in loops(shape, config).items()},
             short=config.short_steps,
             long=config.long_steps,
             repeats=config.repeats,
             compile_threads=config.compile_threads,
         )
-        yield shape, {name: marginal_us(timings, name, num_copies(shape, config)) for name in timings if name != EMPTY}
+        for shape in shapes:
+            own = {name: timing for (other, name), timing in timings.items() if other == shape}
+            yield shape, {name: marginal_us(own, name, num_copies(shape, config)) for name in own if name != EMPTY}
 
 
 def loops(shape: Shape, config: Config) -> dict[str, Loop]:

@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run tune
 Hardware: the GPU that `implementation="auto"` shall know, with specjax[gpu]
-Time: as `kernels`
+Time: as `kernels`; a moment with `times=experiments/results/kernels.json`, which that experiment left
 Result: rows of kernels/measured.json, which `"auto"` reads; commit them
 
 Rows of other devices and dtypes stay as they are. A kernel is preferred where it wins by more than three per cent, and of the ways to cut
@@ -28,7 +28,7 @@ from experiments import kernels
 from experiments.experiment import ExperimentError, path_field
 from experiments.record import write_json
 from specjax.kernels.measured import PATH, read_table
-from specjax.kernels.shapes import ChoiceShape, LargestShape
+from specjax.kernels.shapes import SHAPE_TYPES, ChoiceShape, LargestShape, Shape
 
 _MARGIN = 0.97
 _LOST = "lost in noise and not written: use longer loops"
@@ -40,9 +40,11 @@ class Config(kernels.Config):
 
     Attributes:
         table: The file to fill.
+        times: A result of the experiment `kernels`, whose times are taken; empty measures them here.
     """
 
     table: str = path_field(str(PATH))
+    times: str = path_field("")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,13 +55,12 @@ class Config(kernels.Config):
 def run(config: Config) -> Iterator[dict]:
     """One row a shape; the file is written after each that is known."""
     path = Path(config.table)
-    device = jax.devices()[0].device_kind
-    for shape, times in kernels.measure(config):
+    for device, dtype, shape, times in _recorded(config) if config.times else _measured(config):
         fastest = choice(times)
         row = {
             "device": device,
             "op": shape.op,
-            "dtype": shape.dtype if isinstance(shape, ChoiceShape | LargestShape) else config.dtype,
+            "dtype": shape.dtype if isinstance(shape, ChoiceShape | LargestShape) else dtype,
             "shape": dataclasses.asdict(shape),
             "implementation": fastest,
             "us": None if fastest is None else times[fastest],
@@ -68,6 +69,31 @@ def run(config: Config) -> Iterator[dict]:
         if fastest is not None:
             add_row(path, row)
         yield row | {"note": _LOST if fastest is None else None, "weights": "random", "synthetic": False}
+
+
+Times = tuple[str, str, Shape, Mapping[str, float]]
+
+
+def _measured(config: Config) -> Iterator[Times]:
+    """Device, dtype, shape, and microseconds by implementation."""
+    device = jax.devices()[0].device_kind
+    for shape, times in kernels.measure(config):
+        yield device, config.dtype, shape, times
+
+
+def _recorded(config: Config) -> Iterator[Times]:
+    """Likewise, out of a result of `kernels`, of the operations that are asked for."""
+    found: dict[Shape, dict[str, float]] = {}
+    try:
+        result = json.loads(Path(config.times).expanduser().read_text(encoding="utf-8"))
+        device, dtype = result["device"]["kind"], result["config"]["dtype"]
+        for row in result["rows"]:
+            found.setdefault(SHAPE_TYPES[row["op"]](**row["shape"]), {})[row["implementation"]] = row["us"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExperimentError(f"times={config.times} is no result of the experiment kernels: {error!r}") from None
+    for shape, times in found.items():
+        if "reference" in times and (not config.ops or shape.op in config.ops):
+            yield device, dtype, shape, times
 
 
 def choice(times: Mapping[str, float]) -> str | None:

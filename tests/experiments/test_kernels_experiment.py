@@ -155,3 +155,36 @@ def test_a_reference_that_is_lost_in_noise_is_not_written_and_an_earlier_row_sta
     for row in rows:
         check_row(row)
         assert "lost in noise and not written: use longer loops" in tune.show(row)
+
+
+def test_shapes_that_are_compiled_together_give_the_same_rows_in_the_same_order() -> None:
+    one, three = (list(kernels.run(parse_config(kernels.Config, [*SMALL, f"together={number}"]))) for number in (1, 3))
+    assert [(row["op"], row["shape"]) for row in three] == [(row["op"], row["shape"]) for row in one]
+    with pytest.raises(ExperimentError, match="together must be at least 1, got 0"):
+        parse_config(kernels.Config, ["together=0"])
+
+
+def test_a_recorded_result_fills_the_table_without_measuring_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = TINY_SHAPES[:3]
+    times = [
+        (first, {"reference": 2.0, "triton": 1.0}),
+        (second, {"reference": 1.0, "triton": 2.0}),
+        (third, {"reference": 2.0, "triton": 1.0}),
+    ]
+    monkeypatch.setattr(kernels, "measure", lambda config: iter(times))
+    rows = list(kernels.run(parse_config(kernels.Config, SMALL)))
+    result, table = tmp_path / "kernels.json", tmp_path / "table.json"
+    result.write_text(json.dumps({"device": {"kind": "that one"}, "config": {"dtype": "float32"}, "rows": rows}))
+    monkeypatch.setattr(kernels, "measure", lambda config: pytest.fail("nothing is to be measured"))
+    config = tune.Config(table=str(table), times=str(result), ops=(first.op, second.op))
+    kept = [row for row in tune.run(config)]
+    assert [(row["device"], row["dtype"], row["implementation"]) for row in kept] == [
+        ("that one", "float32", "triton" if shape in (first, third) else "reference")
+        for shape in (first, second, third)
+        if shape.op in config.ops
+    ]
+    assert [row["shape"] for row in json.loads(table.read_text())] == [row["shape"] for row in kept]
+    with pytest.raises(ExperimentError, match="is no result of the experiment kernels"):
+        list(tune.run(tune.Config(table=str(table), times=str(table))))
+    with pytest.raises(ExperimentError, match="nothing.json is no result of the experiment kernels"):
+        list(tune.run(tune.Config(table=str(table), times="nothing.json")))
