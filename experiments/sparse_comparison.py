@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ class Comparison:
         num_new = max(pair.new_tokens, *(len(follows(example, tokenizer)) for example in task.examples))
         check_window(pair.target, prompts, num_new)
         width = bucket(max(map(len, prompts)))
-        longest = max(map(len, prompts)) + num_new
+        longest = max(pair.longest, max(map(len, prompts)) + num_new)
         for named in settings:
             laid_out_for(pair.target, named.sparsity, pair.made)  # here, not by several threads at once
         taking_in = functools.partial(pair.prefilled, prompts, width=width, longest=longest)
@@ -204,11 +206,13 @@ def check_window(target: Model, prompts: Sequence[Sequence[int]], num_new: int) 
 
 
 def score(task: Task, decoded: Decoded, tokenizer: Any) -> dict[str, list[float]]:
-    """By metric, a score an example."""
+    """By metric, a score an example. Threads take examples side by side: programs that are tested run in processes of their own."""
     answers = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in decoded.tokens]
-    return {
-        metric: [example.scores[metric](answer) for example, answer in zip(task.examples, answers, strict=True)] for metric in task.metrics
-    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {
+            metric: list(pool.map(lambda example, answer, metric=metric: example.scores[metric](answer), task.examples, answers))
+            for metric in task.metrics
+        }
 
 
 def decoding_speed(decoded: Decoded, prefill_seconds: float) -> float | None:

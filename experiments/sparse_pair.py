@@ -41,6 +41,7 @@ class Pair:
         implementation: Of the kernels, for the rows.
         block_size: Of sparse attention: caches are whole blocks.
         share_prefill: The prompts' caches are kept, and every setting goes on from them.
+        longest: Tokens of a prompt and its answer that caches have room for at least.
         made: The target's weights in another layout, once they are needed.
     """
 
@@ -55,6 +56,7 @@ class Pair:
     implementation: str
     block_size: int = 64
     share_prefill: bool = True
+    longest: int = 0
     made: dict[str, Model] = dataclasses.field(default_factory=dict)
 
     @property

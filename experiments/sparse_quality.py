@@ -52,6 +52,7 @@ class Config(SparseWords):
         max_prompt_tokens: Longer prompts are cut in the middle of their context.
         new_tokens: Limit a prompt.
         num_speculative_tokens: G.
+        longest: Tokens of a prompt and its answer that caches have room for at least: tasks of about one length then share their programs.
         batch: Prompts decoded together.
         dtype: Compute dtype.
         implementation: Of the kernels; see `Kernels.of`.
@@ -75,6 +76,7 @@ class Config(SparseWords):
     max_prompt_tokens: int = 16000
     new_tokens: int = 128
     num_speculative_tokens: int = 5
+    longest: int = 0
     batch: int = 1
     dtype: str = "bfloat16"
     implementation: str = "auto"
@@ -125,6 +127,7 @@ def run(config: Config) -> Iterator[dict]:
         implementation=config.implementation,
         block_size=block_size_of(settings),
         share_prefill=config.share_prefill,
+        longest=config.longest,
     )
     for task in tasks:
         say(f"{task.name}: tokenizing {len(task.examples)} prompts")

@@ -37,6 +37,7 @@ class SparseWords:
         reuse: For each of those: "none" (each draft token reads its own choice in each layer), "tokens" (all read the pending token's),
             "layers" (layers read what the anchor before them chose), "both".
         controls: At the same shares: "window", "random".
+        compare_at: Shares at which reuses beyond the last, and controls, are measured too; none given are all. The others have that reuse.
         ffn: Shares of channels that feed-forward networks keep. In a dense model the rows of a pass share them; in a mixture of experts
             each token has its own, by thresholds that are first found on texts.
         moe: Most experts that a token skips, by thresholds that are found likewise.
@@ -53,6 +54,7 @@ class SparseWords:
     attention: tuple[float, ...] = (0.5, 0.25, 0.1)
     reuse: tuple[str, ...] = ("none", "tokens", "layers", "both")
     controls: tuple[str, ...] = CONTROLS
+    compare_at: tuple[float, ...] = ()
     ffn: tuple[float, ...] = ()
     moe: tuple[int, ...] = ()
     hybrid: tuple[str, ...] = ()
@@ -70,6 +72,8 @@ class SparseWords:
             if unknown:
                 raise ExperimentError(f"{name} must be some of {', '.join(known)}, got {', '.join(unknown)}")
 
+        if set(self.compare_at) - set(self.attention):
+            raise ExperimentError(f"compare_at must be some of attention={self.attention}, got {self.compare_at}")
         if self.agreements and self.calibration is None:
             raise ExperimentError("agreements are those of a calibration: give calibration=FILE")
 
@@ -120,8 +124,9 @@ def named_settings(words: SparseWords, model: ModelConfig, samples: MLPSamples |
         if known is not None and known.calibrated_for is not None:
             known.calibrated_for.check(model)
         makes = _Maker(words, model, known or samples, known.anchors if known is not None and not words.anchors else words.anchors)
-        found = [makes.attention(keep, reuse) for keep in words.attention for reuse in words.reuse]
-        found += [makes.control(keep, control) for keep in words.attention for control in words.controls]
+        compared = words.compare_at or words.attention
+        found = [makes.attention(keep, reuse) for keep in words.attention for reuse in words.reuse[0 if keep in compared else -1 :]]
+        found += [makes.control(keep, control) for keep in words.attention if keep in compared for control in words.controls]
         found += [NamedSparsity("ffn", f"{keep:g}", "", SparsityConfig(ffn=makes.channels(keep))) for keep in words.ffn]
         found += [NamedSparsity("moe", f"{most}", "", SparsityConfig(moe=makes.experts(most))) for most in words.moe]
         found += [makes.hybrid(word) for word in words.hybrid]

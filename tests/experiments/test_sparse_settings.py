@@ -56,6 +56,17 @@ def test_attention_comes_with_each_reuse_and_controls_keep_as_much():
     assert len({named.name for named in found}) == len(found) == 12
 
 
+def test_reuses_and_controls_may_be_compared_at_some_shares_alone():
+    found = named_settings(words(attention=(0.5, 0.25, 0.1), reuse=("none", "tokens"), controls=("random",), compare_at=(0.25,)), DENSE)
+    assert [(named.method, named.setting, named.reuse) for named in found] == [
+        ("attention", "0.5", "draft tokens"),
+        ("attention", "0.25", "none"),
+        ("attention", "0.25", "draft tokens"),
+        ("attention", "0.1", "draft tokens"),
+        ("random", "0.25", "draft tokens"),
+    ]
+
+
 def test_channels_of_a_dense_model_are_shared_and_those_of_experts_have_thresholds():
     (dense,) = named_settings(words(ffn=(0.5,)), DENSE)
     assert (dense.sparsity.ffn.select, dense.sparsity.ffn.per, dense.sparsity.ffn.keep) == ("top_k", "rows", 0.5)
@@ -90,6 +101,7 @@ def test_heads_share_the_blocks_of_attention_and_of_hybrids_where_they_are_a_lay
     ("changes", "message"),
     [
         (dict(reuse=("all",)), "reuse must be some of none, tokens, layers, both, got all"),
+        (dict(attention=(0.5,), compare_at=(0.25,)), r"compare_at must be some of attention=\(0.5,\), got \(0.25,\)"),
         (dict(controls=("oracle",)), "controls must be some of window, random, got oracle"),
         (dict(attention=(1.5,)), "keep must be from 0 to 1, got 1.5"),
         (dict(hybrid=("0.5+0.5",)), "got '0.5[+]0.5'"),
