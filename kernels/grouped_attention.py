@@ -91,14 +91,28 @@ def attend(scores_bkmts: jax.Array, values: jax.Array, *, visible: jax.Array, si
     Returns:
         `[B,T,N,H]` float32.
     """
-    batch_size, num_kv_heads, group_size, num_rows, num_slots = scores_bkmts.shape
+    batch_size, num_kv_heads, group_size, num_rows, _ = scores_bkmts.shape
     scores_bkmts = jnp.where(visible, scores_bkmts, -jnp.inf)
     weights_bkmts = _softmax(scores_bkmts, sinks)
+    out_bkmth = weighted_values(weights_bkmts, values)
+    return out_bkmth.transpose(0, 3, 1, 2, 4).reshape(batch_size, num_rows, num_kv_heads * group_size, -1)
+
+
+def weighted_values(weights_bkmts: jax.Array, values: jax.Array) -> jax.Array:
+    """Sums of values.
+
+    Args:
+        weights_bkmts: Float32; rounded to the dtype of the values.
+        values: `[B,K,S,H]`.
+
+    Returns:
+        `[B,K,M,T,H]` float32.
+    """
+    batch_size, num_kv_heads, group_size, num_rows, num_slots = weights_bkmts.shape
     weights_bkxs = weights_bkmts.reshape(batch_size, num_kv_heads, group_size * num_rows, num_slots).astype(values.dtype)
     precision = full_precision(values)
     out_bkxh = jnp.einsum("bkxs,bksh->bkxh", weights_bkxs, values, precision=precision, preferred_element_type=jnp.float32)
-    out_bkmth = out_bkxh.reshape(batch_size, num_kv_heads, group_size, num_rows, -1)
-    return out_bkmth.transpose(0, 3, 1, 2, 4).reshape(batch_size, num_rows, num_kv_heads * group_size, -1)
+    return out_bkxh.reshape(batch_size, num_kv_heads, group_size, num_rows, -1)
 
 
 def _softmax(scores_bkmts: jax.Array, sinks: jax.Array | None) -> jax.Array:

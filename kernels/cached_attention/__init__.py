@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from specjax.kernels.cached_attention.blocked import blocked_attention, is_long
 from specjax.kernels.cached_attention.reference import cached_attention_reference
 from specjax.kernels.few_row_attention import TuningConfig, few_row_attention, serves
 from specjax.kernels.grouped_attention import check_attention
@@ -44,8 +45,8 @@ def cached_attention(
         window: Latest slots that a row attends to, its own included; `None` is all.
         sinks: `[N]`, a score of each head that takes part in the softmax and has no value; `None` for none.
         implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 64 rows (512 rows times N / K); passes of
-            more rows, such as a prefill, are the reference's; `"triton@..."` also says how the work is cut, as its `TuningConfig` does.
-            `"auto"` takes what was measured to be the fastest: see `specjax.kernels.measured`.
+            more rows, such as a prefill, are XLA's, over a long cache block by block (`blocked_attention`). `"triton@..."` also says how
+            the work is cut, as its `TuningConfig` does. `"auto"` takes what was measured to be the fastest: see `specjax.kernels.measured`.
 
     Returns:
         `[B,T,N,H]` in the dtype of `query`.
@@ -66,6 +67,7 @@ def cached_attention(
     arrays = query, keys, values, length, step_mask, sinks
     reference, triton = positional(cached_attention_reference), positional(few_row_attention)
     if not serves(query.shape, keys.shape[1]):
-        return reference(*arrays)
+        many_rows = blocked_attention if is_long(query.shape[1], keys.shape[2]) else cached_attention_reference
+        return positional(many_rows)(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape)
     return dispatch(implementation, shape, keys.dtype, triton=triton, tuning=TuningConfig, reference=reference, arrays=arrays)
