@@ -107,7 +107,7 @@ def time_loops(
     for first, last in [(short, long), *(loop.num_steps for loop in loops.values() if loop.num_steps is not None)]:
         if not (0 < first < last and repeats > 0):
             raise ValueError(f"time_loop needs 0 < short < long and repeats > 0, got short={first}, long={last}, {repeats=}")
-    jobs = [(name, (f"loop of {name or 'steps'}", functools.partial(_compiled, loop))) for name, loop in loops.items()]
+    jobs = [(name, (f"loop of {_said(name) or 'steps'}", functools.partial(_compiled, loop))) for name, loop in loops.items()]
     compiled = compile_all(dict(jobs), threads=compile_threads, first=compile_first)
 
     def end(name: K, num_steps: int) -> Any:
@@ -140,6 +140,13 @@ def time_loops(
         )
         for name, found in pairs.items()
     }
+
+
+def _said(key: Any) -> str:
+    """A loop's key on a line: of a tuple its parts, and of what has a name that."""
+    if isinstance(key, tuple):
+        return ", ".join(filter(None, map(_said, key)))
+    return "" if key is None else str(getattr(key, "name", key))
 
 
 def _lower(loop: Loop) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from experiments.experiment import ExperimentError, parse_config
 from experiments.presets import PRESETS
 from experiments.record import check_row
 from experiments.timing import Loop, time_loops
+from experiments.ways import WAYS
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
 from tests.compiled import instructions_in_loops
@@ -189,10 +191,15 @@ def test_models_and_picks_that_are_not_known_are_refused():
         parse_config(head_latency.Config, ["picks=beam"])
 
 
-def test_loops_side_by_side_are_each_timed_as_often():
-    loops = {name: Loop(lambda factor, x: x * factor, jnp.float32(factor), jnp.ones(3)) for name, factor in (("a", 1.0), ("b", 2.0))}
+def test_loops_side_by_side_are_each_timed_as_often(capsys):
+    loops: dict[Any, Loop] = {
+        name: Loop(lambda factor, x: x * factor, jnp.float32(factor), jnp.ones(3)) for name, factor in (("a", 1.0), ("b", 2.0))
+    }
     times = time_loops(loops, short=1, long=4, repeats=3, compile_threads=2)
     assert list(times) == ["a", "b"]
+    assert {line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines()} == {"loop of a", "loop of b"}
+    time_loops({(WAYS[0], None): loops["a"]}, short=1, long=2, repeats=1)
+    assert capsys.readouterr().err.endswith(f"loop of {WAYS[0].name}\n")
     for timing in times.values():
         pairs = zip(timing.raw_long_ms, timing.raw_short_ms, strict=True)
         assert timing.ms_per_step == tuple((long_ms - short_ms) / 3 for long_ms, short_ms in pairs)
