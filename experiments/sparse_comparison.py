@@ -79,8 +79,7 @@ class Comparison:
         taking_in = functools.partial(pair.prefilled, prompts, width=width, longest=longest)
         say(f"{task.name}: {len(prompts)} prompts of up to {max(map(len, prompts))} tokens, {len(settings)} sparse settings")
         prefilled = compile_all({"": ("prompts taken in", taking_in)}, threads=1)[""]
-        together = pair.batch if task.metrics else 1
-        one = [([0], [0, 0])] * min(together, len(prompts))
+        one = [([0], [0, 0])] * texts_together(pair, task, prompts)
         caches = [] if prefilled is None else [prefilled.cache(0)] * len(one)
         # First one with all the products that programs share.
         jobs: dict[Any, tuple[str, Callable[[], Any]]] = {
@@ -172,19 +171,26 @@ class Comparison:
 
         One a batch; one an example where that is what is judged.
         """
-        found: list[tuple[int, Text]] = []
-        for index, (prompt, example, answer) in enumerate(zip(self.prompts, self.task.examples, self.dense.tokens, strict=True)):
-            answer = follows(example, self.tokenizer) or answer
-            if len(answer) >= 2:  # the first comes out of the prefill, which is dense
-                found.append((index, (prompt, answer)))
-        if not found:
+        texts: list[Text] = []
+        for prompt, example, answer in zip(self.prompts, self.task.examples, self.dense.tokens, strict=True):
+            texts.append((prompt, follows(example, self.tokenizer) or answer or [0]))
+        if all(len(answer) < 2 for _, answer in texts):  # the first comes out of the prefill, which is dense
             raise ExperimentError(f"{self.task.name}: no answer is longer than a token, there is nothing to compare along")
-        together, agreements = self.pair.batch if self.task.metrics else 1, []
-        for at in range(0, len(found), together):
-            part = found[at : at + together]
-            caches = [] if self.prefilled is None else [self.prefilled.cache(index) for index, _ in part]
-            agreements.append(self.pair.agreement(sparsity, [text for _, text in part], longest=self.longest, caches=caches))
+        together, agreements = texts_together(self.pair, self.task, self.prompts), []
+        for at in range(0, len(texts), together):
+            part = texts[at : at + together]
+            if all(len(answer) < 2 for _, answer in part):
+                continue
+            indices = [*range(at, at + len(part)), *[0] * (together - len(part))]
+            part += [([0], [0])] * (together - len(part))  # of which nothing counts: every batch runs one program
+            caches = [] if self.prefilled is None else [self.prefilled.cache(index) for index in indices]
+            agreements.append(self.pair.agreement(sparsity, part, longest=self.longest, caches=caches))
         return agreements
+
+
+def texts_together(pair: Pair, task: Task, prompts: Sequence[Any]) -> int:
+    """Texts that the sparse target reads beside the dense one in one program: a batch, or one where each has a score of its own."""
+    return min(pair.batch, len(prompts)) if task.metrics else 1
 
 
 def follows(example: Example, tokenizer: Any) -> list[int]:

@@ -124,7 +124,8 @@ def measure_agreement(
         target_params: Its params.
         tokens: `[B,N]` int, texts with any padding behind them.
         sparsity: What the sparse passes leave out.
-        num_context: An int or `[B]`: tokens of each text that are taken in densely first, from 1 to its length - 2.
+        num_context: An int or `[B]`: tokens of each text that are taken in densely first, from 1 to its length - 2. Of a text that has
+            one more alone nothing is predicted, and nothing counts; not all may be such.
         num_rows: Rows of a step, G + 1. The last step of a text may have fewer that count.
         lengths: `[B]` int, tokens of each text; `None` is N.
         cache: Has taken in the contexts densely already, whatever stands behind them, and has room for the texts and a step; whole blocks
@@ -142,10 +143,10 @@ def measure_agreement(
         raise ValueError(f"measure_agreement needs texts [B,N] and num_rows >= 1, got shape {list(tokens.shape)} and num_rows = {num_rows}")
     batch_size, width = tokens.shape
     starts, ends = (np.broadcast_to(np.asarray(x, np.int32), (batch_size,)) for x in (num_context, width if lengths is None else lengths))
-    if (starts < 1).any() or (starts + 2 > ends).any() or (ends > width).any():
+    if (starts < 1).any() or (starts + 1 > ends).any() or (starts + 2 > ends).all() or (ends > width).any():
         raise ValueError(
-            f"measure_agreement needs contexts of at least 1 token, and texts of at least num_context + 2 tokens within their {width} "
-            f"columns, got num_context = {starts.tolist()} and lengths = {ends.tolist()}"
+            f"measure_agreement needs contexts of at least 1 token, and texts of at least num_context + 1 tokens (and one of num_context "
+            f"+ 2) within their {width} columns, got num_context = {starts.tolist()} and lengths = {ends.tolist()}"
         )
     if cache is not None and cache.capacity < int(ends.max()) + num_rows:
         raise ValueError(f"measure_agreement needs a cache of {int(ends.max()) + num_rows} slots for these texts, got {cache.capacity}")

@@ -34,6 +34,6 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sums to work out, and a text."""
     folder = tmp_path_factory.mktemp("tasks")
     line = json.dumps({"question": "How much is one and two? " * 2, "answer": "#### 3"})
-    (folder / "gsm8k_test.jsonl").write_text(f"{line}\n{line}\n", encoding="utf-8")
+    (folder / "gsm8k_test.jsonl").write_text(f"{line}\n" * 3, encoding="utf-8")
     (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 10, encoding="utf-8")
     return folder

@@ -53,11 +53,14 @@ def test_quality_rows_hold_sparse_against_dense(target_path, task_data):
 
 
 def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, task_data):
-    dense, ffn = run_quality(target_path, task_data, "tasks=gsm8k", "attention=", "ffn=0.34", "batch=2")
+    settings = ("tasks=gsm8k", "attention=", "ffn=0.34", "prompts=3")
+    dense, ffn = run_quality(target_path, task_data, *settings, "batch=2")  # the second batch is not full
     assert (dense["drafter"], dense["mean_acceptance_length_dense"]) == ("none", 1.0)
     assert ffn["keep_ratio"] == pytest.approx(16 / 24)  # a multiple of 8 channels
-    assert ffn["kl"] > 0
-    assert (ffn["metric"], ffn["score_dense"]) == ("exact_match", 0.0)
+    _, together = run_quality(target_path, task_data, *settings, "batch=3")
+    assert ffn["token_agreement"] == together["token_agreement"]
+    assert ffn["kl"] == pytest.approx(together["kl"], rel=1e-4) != 0
+    assert (ffn["prompts"], ffn["metric"], ffn["score_dense"]) == (3, "exact_match", 0.0)
 
 
 @pytest.fixture

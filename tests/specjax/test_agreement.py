@@ -94,7 +94,8 @@ def test_texts_of_any_lengths_run_one_program_and_add_up_to_themselves(monkeypat
     texts = np.random.default_rng(1).integers(0, 64, (4, 65))
     compare = jax.jit(chex.assert_max_traces(agreement._compare.__wrapped__, n=2), static_argnums=(0, 1, 2))
     monkeypatch.setattr(agreement, "_compare", compare)
-    together = measured(SPARSE, texts, contexts, lengths=lengths)
+    nothing = np.full((1, 65), 7)  # of one token behind its context nothing is predicted, and nothing counts
+    together = measured(SPARSE, np.concatenate([texts, nothing]), [*contexts, 20], lengths=[*lengths, 21])
     alone = []
     for text, context, length in zip(texts, contexts, lengths, strict=True):
         padded = np.where(np.arange(65) < length, text, 7)  # what stands behind a text is not read
