@@ -82,6 +82,7 @@ def compiled(function: Any, arrays: Sequence[Any], constants: Mapping[str, Any],
         architecture: 90 for compute capability 9.0.
     """
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -89,6 +90,8 @@ def compiled(function: Any, arrays: Sequence[Any], constants: Mapping[str, Any],
     signature = dict(zip(function.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(kinds) if kind[0] == "*"}  # as jax-triton says of arrays
     source = ASTSource(function, signature=signature, constexprs=dict(constants), attrs=aligned)
+    if not knobs.cache.dir:  # jax-triton, once imported, leaves Triton without a folder for what it compiles, and that is an error here
+        knobs.cache.dir = knobs.cache.get_triton_dir("cache")
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(options))
 
 
