@@ -35,10 +35,12 @@ SPARSE_ATTENTION_SHAPES = (
     *(AttentionShape(batch=1, rows=6, slots=slots, kept_slots=slots // 8, **_LLAMA_8B) for slots in (16384, 65536, 131072)),
     AttentionShape(batch=1, rows=1, slots=16384, kept_slots=4096, **_LLAMA_8B),
     AttentionShape(batch=1, rows=6, slots=16384, kept_slots=16384, **_LLAMA_8B),
-    AttentionShape(batch=8, rows=6, slots=32768, kept_slots=4096, **_LLAMA_8B),
+    *(AttentionShape(batch=8, rows=rows, slots=32768, kept_slots=4096, **_LLAMA_8B) for rows in (1, 6)),
+    *(AttentionShape(batch=1, rows=rows, slots=131072, kept_slots=8192, **_LLAMA_8B) for rows in (1, 6)),
 )
 SELECTION_SHAPES = (
     *(SelectionShape(batch=1, blocks=blocks, chosen=blocks // 8, **_LLAMA_8B) for blocks in (256, 1024, 2048)),
+    SelectionShape(batch=1, blocks=2048, chosen=128, **_LLAMA_8B),
     SelectionShape(batch=8, blocks=512, chosen=64, **_LLAMA_8B),
 )
 LOW_RANK_SHAPES = (

@@ -274,11 +274,30 @@ SHAPE_TYPES: dict[str, type[Shape]] = {
 
 
 def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
-    """The key of a shape in the table: every size rounded up to a power of two, so that a measurement stands for its neighbours."""
+    """The key of a shape in the table, so that a measurement stands for its neighbours: sizes rounded up to a power of two.
+
+    Slots and blocks of a cache, and how many are kept, go to the nearest power instead: a call's cache is somewhat larger than its context,
+    and its attention costs what that of the measured context does.
+    """
     if isinstance(shape, LinearShape | RotaryShape):
         return shape.bucket
-    sizes = dataclasses.asdict(shape)
-    return tuple((name, None if size is None else 1 << (size - 1).bit_length()) for name, size in sorted(sizes.items()))
+    of_a_cache = _OF_A_CACHE if isinstance(shape, AttentionShape | SelectionShape) else ()
+    sizes = sorted(dataclasses.asdict(shape).items())
+    return tuple((name, None if size is None else _nearest_power(size) if name in of_a_cache else _power(size)) for name, size in sizes)
+
+
+_OF_A_CACHE = ("slots", "kept_slots", "blocks", "chosen")
+
+
+def _power(size: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << (size - 1).bit_length()
+
+
+def _nearest_power(size: int) -> int:
+    """The power of two that is the fewest times larger or smaller."""
+    below = 1 << (size.bit_length() - 1)
+    return below if size * size < 2 * below * below else 2 * below
 
 
 def _rows_class(rows: int) -> int:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.capacity import rounded_capacity
 from specjax.kernels.cases import takes
 from specjax.kernels.few_row_linear import LinearTuning
 from specjax.kernels.measured import dispatch, fastest, read_table
 from specjax.kernels.shape_lists import SHAPES
-from specjax.kernels.shapes import AttentionShape, ExpertShape, LinearShape, LowRankShape, bucket
+from specjax.kernels.shapes import AttentionShape, ExpertShape, LinearShape, LowRankShape, SelectionShape, bucket
 
 SHAPE = AttentionShape(batch=1, rows=6, kv_heads=8, group=4, head_dim=128, slots=16384)
 
@@ -41,7 +42,7 @@ def test_a_measurement_stands_for_shapes_of_the_same_powers_of_two_and_no_others
     measured = table(tmp_path, row(), row(dataclasses.replace(SHAPE, rows=1), implementation="reference"))
     on_device(monkeypatch, "GPU X")
     assert fastest(SHAPE, jnp.bfloat16, table=measured) == "triton"
-    assert fastest(dataclasses.replace(SHAPE, rows=5, slots=8200), jnp.bfloat16, table=measured) == "triton"
+    assert fastest(dataclasses.replace(SHAPE, rows=5, slots=12000), jnp.bfloat16, table=measured) == "triton"
     for change in (dict(rows=9), dict(rows=1), dict(slots=8192), dict(batch=2), dict(kept_slots=2048)):
         assert fastest(dataclasses.replace(SHAPE, **change), jnp.bfloat16, table=measured) == "reference"
     assert fastest(SHAPE, jnp.float32, table=measured) == "reference"
@@ -126,6 +127,21 @@ def test_a_kernel_is_given_its_cut_and_the_reference_is_not() -> None:
 
 def test_the_shapes_that_are_measured_do_not_stand_for_one_another() -> None:
     assert len({(shape.op, bucket(shape)) for shape in SHAPES}) == len(SHAPES)
+
+
+def test_a_measured_context_stands_for_the_somewhat_larger_cache_that_a_call_allocates() -> None:
+    heads = dict(kv_heads=8, group=4, head_dim=128)
+    for context in (4096, 16384, 32768, 131072):
+        measured = AttentionShape(batch=1, rows=6, slots=context, **heads)
+        called = AttentionShape(batch=1, rows=6, slots=rounded_capacity(context + 700, 64), **heads)
+        assert called.slots > context
+        assert bucket(called) == bucket(measured)
+        assert bucket(dataclasses.replace(called, slots=context * 3 // 2)) != bucket(measured)
+        listed = dataclasses.replace(measured, kept_slots=context // 8)
+        assert bucket(dataclasses.replace(called, kept_slots=context * 5 // 32)) == bucket(listed) != bucket(measured)
+        assert bucket(dataclasses.replace(called, rows=5)) == bucket(measured) != bucket(dataclasses.replace(called, rows=9))
+    blocks = [SelectionShape(batch=1, blocks=number, chosen=number // 8, **heads) for number in (2048, 2112)]
+    assert bucket(blocks[0]) == bucket(blocks[1])
 
 
 def test_a_cut_is_for_the_operation_whose_numbers_it_has() -> None:
