@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from specjax.drafting.heads import DraftHead, FullHead
 from specjax.drafting.heads.draft_head import DRAFT_HEAD, check_head
-from specjax.drafting.pick import draft_of, pick
+from specjax.drafting.pick import Pick, draft_of, pick
 from specjax.model_config import ModelConfig
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Transformer
@@ -35,10 +36,13 @@ class DraftModel:
     Attributes:
         model: The draft model. Its vocabulary must be the target's.
         head: Its draft LM head: its own LM head, or one whose arrays the drafter's params hold as `draft_head` beside the model's.
+        unroll: G copies of the model in the program, where there are two and a loop by default: some 20 µs a draft token faster on a GPU,
+            and more than twice as long to compile.
     """
 
     model: Transformer
     head: DraftHead = FullHead(shared=True)
+    unroll: bool = False
     feature_layers = ()
 
     def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
@@ -83,14 +87,23 @@ class DraftModel:
         inputs = jnp.take_along_axis(context.tokens, start[:, None] + jnp.arange(2), axis=1)
         cache = state.with_length(start)
         lm_head = params["embedding" if self.model.config.tie_word_embeddings else "lm_head"]
-        head_params, picks = params.get(DRAFT_HEAD, {}), []
-        for key in split_row_keys(row_keys, num_speculative_tokens):
+        head_params = params.get(DRAFT_HEAD, {})
+
+        def draft_one(carry: tuple[jax.Array, KVCache], keys: jax.Array) -> tuple[tuple[jax.Array, KVCache], Pick]:
+            inputs, cache = carry
             output = self.model.apply({"params": params}, inputs, cache)
-            cache = output.cache
             scores = self.head.scores(head_params, output.hidden[:, -1], lm_head)
-            picks.append(pick(scores, sampling, key, vocab_size=self.model.config.vocab_size, implementation=self.model.kernels.draft_head))
-            inputs = picks[-1].tokens[:, None]
-        return draft_of(picks), cache
+            one = pick(scores, sampling, keys, vocab_size=self.model.config.vocab_size, implementation=self.model.kernels.draft_head)
+            return (one.tokens[:, None], output.cache), one
+
+        keys = split_row_keys(row_keys, num_speculative_tokens)
+        carry, first = draft_one((inputs, cache), keys[0])
+        if num_speculative_tokens == 1:
+            return draft_of([first]), carry[1]
+        # One body for all passes but the first, which takes two tokens: G copies of a deep model take long to compile.
+        carry, others = lax.scan(draft_one, carry, jnp.stack(keys[1:]), unroll=self.unroll)
+        picks = [first, *(jax.tree.map(lambda x, index=index: x[index], others) for index in range(num_speculative_tokens - 1))]
+        return draft_of(picks), carry[1]
 
     def commit(self, params: Any, state: KVCache, commit: Commit) -> KVCache:
         """See `Drafter.commit`. The rollback is a length."""

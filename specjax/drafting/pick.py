@@ -12,6 +12,7 @@ from specjax.sampling import SamplingParams, filtered_probs, sample_from_probs
 from specjax.state import Draft
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pick:
     """One position of a draft.
