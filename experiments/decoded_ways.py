@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.compiling import compile_all
 from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_comparison import decoding_speed, keep_ratio, ratio
@@ -39,6 +41,7 @@ class Workload:
         plain: Decoded | None = None
         dense: Decoded | None = None
         prefilled = self.prefilled()
+        unchecked = self.unchecked(settings, prefilled)
         for way in WAYS:
             for named in settings if way.sparse else [None]:
                 costs = None
@@ -50,13 +53,26 @@ class Workload:
                     if costs is not None:
                         tokens = float(dense.statistics.mean_acceptance_length)
                         print(f"{named.name}: {costs.describe(tokens_per_step=tokens)}", file=sys.stderr)
-                decoded = self.decoder(way, named, costs, prefilled)(self.prompts, repeats=self.config.repeats)
+                decoder = unchecked.get((way, named)) or self.decoder(way, named, costs, prefilled)
+                decoded = decoder(self.prompts, repeats=self.config.repeats)
                 if way == PLAIN:
                     plain = decoded
                 if way == DENSE_VERIFICATION:
                     dense = decoded
                 assert plain is not None, "the first way, which the others are held against"
                 yield self.row(way, named, costs, decoded, plain, dense)
+
+    def unchecked(self, settings: list[NamedSparsity], prefilled: Prefilled) -> dict[Any, Decoder]:
+        """Decoders of the ways that wait for no measured costs, by way and setting, compiled side by side."""
+        for named in settings:
+            laid_out_for(self.target, named.sparsity, self.made)  # here, not by several threads at once
+        ways = sorted((way for way in WAYS if not way.checked), key=lambda way: way != DENSE_VERIFICATION)  # has the products of all
+        jobs: dict[Any, tuple[str, Callable[[], Decoder]]] = {}
+        for way in ways:
+            for named in settings if way.sparse else [None]:
+                name = " ".join(filter(None, [way.name, named and named.name]))
+                jobs[way, named] = name, functools.partial(self.decoder, way, named, None, prefilled)
+        return compile_all(jobs, threads=self.config.compile_threads, first=1)
 
     def prefilled(self) -> Prefilled:
         """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""

@@ -66,7 +66,7 @@ class Config(SparseWords):
         long_steps: Of the long loops.
         short_cycles: Cycles of the short loops with two levels.
         long_cycles: Of the long loops.
-        compile_threads: Of a preset, programs to compile at a time.
+        compile_threads: Programs to compile at a time.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
 
