@@ -27,7 +27,7 @@ ATTENTION_SHAPES = (
     *(AttentionShape(batch=64, rows=rows, slots=2048, **_LLAMA_8B) for rows in (1, 6)),
     AttentionShape(batch=1, rows=16, slots=16384, **_LLAMA_8B),
     *(AttentionShape(batch=1, rows=rows, slots=131072, **_LLAMA_8B) for rows in (25, 49)),  # checks of four and of eight steps
-    AttentionShape(batch=8, rows=49, slots=32768, **_LLAMA_8B),
+    *(AttentionShape(batch=8, rows=rows, slots=32768, **_LLAMA_8B) for rows in (25, 49)),
     AttentionShape(batch=1, rows=6, slots=16384, **_QWEN_1_5B),
     AttentionShape(batch=1, rows=6, slots=4096, **_OLMOE),
 )
