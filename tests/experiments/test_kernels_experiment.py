@@ -188,3 +188,16 @@ def test_a_recorded_result_fills_the_table_without_measuring_again(tmp_path: Pat
         list(tune.run(tune.Config(table=str(table), times=str(table))))
     with pytest.raises(ExperimentError, match="nothing.json is no result of the experiment kernels"):
         list(tune.run(tune.Config(table=str(table), times="nothing.json")))
+
+
+def test_the_table_shows_the_fastest_kernel_of_each_shape_beside_xla() -> None:
+    first, second = (dict(op=shape.op, shape=dataclasses.asdict(shape), floor_us=1.0, reference_us=4.0) for shape in TINY_SHAPES[:2])
+    times = [(first, "reference", 4.0), (first, "triton", 3.0), (first, "triton@2:16:4:2:128", 2.0), (second, "reference", 4.0)]
+    rows = [row | dict(implementation=name, us=us, ratio_to_floor=us) for row, name, us in times]
+    shown = [kernels.columns(row) for row in kernels.table_rows(rows)]
+    assert [(row["kernel"], row["XLA, µs"], row["µs"], row["faster than XLA"]) for row in shown] == [
+        ("triton@2:16:4:2:128", 4.0, 2.0, "2.00 ×"),
+        ("reference", 4.0, 4.0, "1.00 ×"),
+    ]
+    slower = [rows[0], rows[1] | dict(us=5.0)]
+    assert [row["implementation"] for row in kernels.table_rows(slower)] == ["triton"]  # what it lost by is shown too
