@@ -54,6 +54,7 @@ class Config(SparseWords):
         batches: Prompts decoded together.
         num_speculative_tokens: G.
         max_sparse_steps: Of two levels, the most before a dense pass.
+        max_waiting_tokens: Of two levels, the most that may wait for it; the pass has a row more. `none`: what those steps may commit.
         adapt: Two levels choose how many, up to those, and may verify densely; `false` is always as many.
         measured_costs: They choose by times that are measured here; of a preset always.
         mean_acceptance_length: SYNTHETIC, of a preset; in sparse and dense steps alike.
@@ -66,7 +67,7 @@ class Config(SparseWords):
         long_steps: Of the long loops.
         short_cycles: Cycles of the short loops with two levels.
         long_cycles: Of the long loops.
-        compile_threads: Programs to compile at a time.
+        compile_threads: Programs to compile at a time; of a checkpoint each runs once when it is compiled, with caches of its own.
         cache_dir: Where converted checkpoints are kept; `none` is the user's cache folder.
     """
 
@@ -86,6 +87,7 @@ class Config(SparseWords):
     batches: tuple[int, ...] = (1,)
     num_speculative_tokens: int = 5
     max_sparse_steps: int = 8
+    max_waiting_tokens: int | None = None
     adapt: bool = True
     measured_costs: bool = True
     mean_acceptance_length: float = 3.0
@@ -98,7 +100,7 @@ class Config(SparseWords):
     long_steps: int = 32
     short_cycles: int = 4
     long_cycles: int = 16
-    compile_threads: int = 8
+    compile_threads: int = 4
     cache_dir: str | None = local_field()
 
     def __post_init__(self) -> None:
@@ -139,7 +141,9 @@ def check_two_levels(config: Config, settings: list[NamedSparsity], *, measured:
     """
     for named in settings:
         try:
-            lossless = Lossless(max_steps=config.max_sparse_steps, adapt=config.adapt and not measured)
+            limits: dict[str, Any] = dict(max_steps=config.max_sparse_steps, max_tokens=config.max_waiting_tokens)
+            lossless = Lossless(**limits, adapt=config.adapt and not measured)
+            lossless.max_provisional(config.num_speculative_tokens)
             two_levels(named.sparsity, lossless).check_lossless(RejectionSampling(), do_sample=False)
         except ValueError as error:
             raise ExperimentError(f"two levels of {named.name}: {error}") from None

@@ -31,6 +31,8 @@ from specjax.sparsity.calibration import MLPSamples, sample_mlp
 NATS_PER_TOKEN = "nats_per_token"
 # A text of so many tokens settles medians and quantiles to a percent or two.
 _CALIBRATION_ROWS, _CALIBRATION_TOKENS = 16, 512
+# Answers scored at a time: programs that are tested have ten seconds, and share the processors.
+_SCORED_AT_A_TIME = min(8, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,7 @@ def check_window(target: Model, prompts: Sequence[Sequence[int]], num_new: int) 
 def score(task: Task, decoded: Decoded, tokenizer: Any) -> dict[str, list[float]]:
     """By metric, a score an example. Threads take examples side by side: programs that are tested run in processes of their own."""
     answers = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in decoded.tokens]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_SCORED_AT_A_TIME) as pool:
         return {
             metric: list(pool.map(lambda example, answer, metric=metric: example.scores[metric](answer), task.examples, answers))
             for metric in task.metrics

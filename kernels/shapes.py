@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+# Sizes that vary with the context; see `bucket`.
+_OF_A_CACHE = ("slots", "kept_slots", "blocks", "chosen")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
@@ -286,9 +289,6 @@ def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
     return tuple((name, None if size is None else _nearest_power(size) if name in of_a_cache else _power(size)) for name, size in sizes)
 
 
-_OF_A_CACHE = ("slots", "kept_slots", "blocks", "chosen")
-
-
 def _power(size: int) -> int:
     """The least power of two that is no smaller."""
     return 1 << (size - 1).bit_length()
@@ -296,7 +296,7 @@ def _power(size: int) -> int:
 
 def _nearest_power(size: int) -> int:
     """The power of two that is the fewest times larger or smaller."""
-    below = 1 << (size.bit_length() - 1)
+    below = 1 << (max(size, 1).bit_length() - 1)
     return below if size * size < 2 * below * below else 2 * below
 
 

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +14,7 @@ import jax
 
 # KiB that one program may have, by compute capability (CUDA programming guide, "Technical Specifications per Compute Capability").
 _KIBIBYTES = {"7.0": 96, "7.2": 96, "7.5": 64, "8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
+_COMPILING = threading.Lock()
 _TRITON_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "bool": "i1"}
 
 
@@ -90,9 +94,16 @@ def compiled(function: Any, arrays: Sequence[Any], constants: Mapping[str, Any],
     signature = dict(zip(function.arg_names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
     aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(kinds) if kind[0] == "*"}  # as jax-triton says of arrays
     source = ASTSource(function, signature=signature, constexprs=dict(constants), attrs=aligned)
-    if not knobs.cache.dir:  # jax-triton, once imported, leaves Triton without a folder for what it compiles, and that is an error here
-        knobs.cache.dir = knobs.cache.get_triton_dir("cache")
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(options))
+    with _COMPILING, knobs.cache.scope():  # what is set is set for all threads
+        if not knobs.cache.dir:  # jax-triton, once imported, leaves Triton without a folder for what it compiles, and that is an error here
+            knobs.cache.dir = _folder().name
+        return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(options))
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    """For what this process compiles where Triton has no folder of its own."""
+    return tempfile.TemporaryDirectory(prefix="specjax-triton-")
 
 
 def _architecture(device: Any) -> int:

@@ -44,9 +44,10 @@ def cached_attention(
         step_mask: `[T,T]` bool, `step_mask[t, u]`: new row t may attend to new row u. `None` is causal (u <= t).
         window: Latest slots that a row attends to, its own included; `None` is all.
         sinks: `[N]`, a score of each head that takes part in the softmax and has no value; `None` for none.
-        implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 64 rows (512 rows times N / K); passes of
-            more rows, such as a prefill, are XLA's, over a long cache block by block (`blocked_attention`). `"triton@..."` also says how
-            the work is cut, as its `TuningConfig` does. `"auto"` takes what was measured to be the fastest: see `specjax.kernels.measured`.
+        implementation: `"triton"` is the kernel of `few_row_attention`, for passes of up to 64 rows (512 rows times N / K). Passes of
+            more rows, such as a prefill, are XLA's whatever is asked for: the reference, or over a cache of 4096 slots or more
+            `blocked_attention`. `"triton@..."` also says how the work is cut, as its `TuningConfig` does. `"auto"` takes what was measured
+            to be the fastest: see `specjax.kernels.measured`.
 
     Returns:
         `[B,T,N,H]` in the dtype of `query`.

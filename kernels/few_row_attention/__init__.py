@@ -91,7 +91,7 @@ class ListedBlocks:
 
 
 def serves(query_shape: tuple[int, ...], num_kv_heads: int) -> bool:
-    """Whether a pass has so few rows that these kernels are meant for it; others (a prefill) are the reference's.
+    """Whether a pass has so few rows that these kernels are meant for it; others (a prefill) are XLA's.
 
     Args:
         query_shape: `(B, T, N, H)`.

@@ -36,13 +36,10 @@ class DraftModel:
     Attributes:
         model: The draft model. Its vocabulary must be the target's.
         head: Its draft LM head: its own LM head, or one whose arrays the drafter's params hold as `draft_head` beside the model's.
-        unroll: G copies of the model in the program, where there are two and a loop by default: some 20 µs a draft token faster on a GPU,
-            and more than twice as long to compile.
     """
 
     model: Transformer
     head: DraftHead = FullHead(shared=True)
-    unroll: bool = False
     feature_layers = ()
 
     def check(self, params: Any, *, target: ModelConfig, max_length: int | None) -> None:
@@ -101,7 +98,7 @@ class DraftModel:
         if num_speculative_tokens == 1:
             return draft_of([first]), carry[1]
         # One body for all passes but the first, which takes two tokens: G copies of a deep model take long to compile.
-        carry, others = lax.scan(draft_one, carry, jnp.stack(keys[1:]), unroll=self.unroll)
+        carry, others = lax.scan(draft_one, carry, jnp.stack(keys[1:]))
         picks = [first, *(jax.tree.map(lambda x, index=index: x[index], others) for index in range(num_speculative_tokens - 1))]
         return draft_of(picks), carry[1]
 

@@ -92,7 +92,7 @@ class Cycle:
         )
         num_steps = jnp.int32(settings.max_steps)
         if settings.adapt:
-            num_steps = _pace(state).best_num_steps(step_cost, settings)
+            num_steps = _pace(state).best_num_steps(step_cost, settings, draft_length=state.statistics.draft_length)
         state, hidden = self._sparse_steps(state, settled, num_steps)
         if not settings.adapt:
             return self._settle(state, settled, hidden, step_cost)
@@ -119,15 +119,20 @@ class Cycle:
         return rule.of_dense_pass(num_tokens) if isinstance(rule, SyntheticAcceptance) else RejectionSampling()
 
     def _sparse_steps(self, state: DecodeState, settled: Settled, num_steps: jax.Array) -> tuple[DecodeState, jax.Array]:
-        """Up to `num_steps` steps, fewer where every row has ended; and the hidden state of each provisional token, `[B,W,D]`."""
-        do_sample = self.config.do_sample
+        """Up to `num_steps` steps, and the hidden state of each provisional token, `[B,W,D]`.
+
+        Fewer where every row has ended, or one that runs has no room for another step's tokens: by what is committed, in any row, alone.
+        """
+        do_sample, draft_length = self.config.do_sample, state.statistics.draft_length
+        most = self._settings.max_provisional(draft_length)
         # Arg-max needs no distribution: nothing is kept then.
-        width = self._settings.max_provisional(state.statistics.draft_length) if do_sample else 0
-        hidden = jnp.zeros((settled.length.shape[0], width, self.target.config.hidden_size), self.target.dtype)
+        hidden = jnp.zeros((settled.length.shape[0], most if do_sample else 0, self.target.config.hidden_size), self.target.dtype)
 
         def goes_on(carry: tuple) -> jax.Array:
             index, state, _ = carry
-            return (index < num_steps) & jnp.any(state.finish_reason == FinishReason.RUNNING)
+            runs = state.finish_reason == FinishReason.RUNNING
+            waiting = jnp.where(runs, state.context.length - settled.length, 0).max()
+            return (index < num_steps) & jnp.any(runs) & (waiting + draft_length + 1 <= most)
 
         def sparse_step(carry: tuple) -> tuple:
             index, before, hidden = carry

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from specjax.checks import is_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +17,10 @@ class Lossless:
     sparse pass is much cheaper than a dense one, in long contexts and large batches; `specjax.two_level.two_level_cost` is the arithmetic.
 
     Attributes:
-        max_steps: Most sparse steps before a dense pass. It is over `max_steps * (G + 1) + 1` rows whatever the steps committed, the cache
-            has room for them, and logits of so many rows are formed at once.
+        max_steps: Most sparse steps before a dense pass.
+        max_tokens: Most tokens of a row that may wait for a dense pass, at least G + 1. The pass is over `max_tokens + 1` rows whatever the
+            steps committed, the cache has room for them, and logits of so many rows are formed at once; a sparse step is taken while it
+            cannot exceed them. `None`: `max_steps * (G + 1)`, which steps seldom fill.
         adapt: Before each cycle choose the number of sparse steps, up to `max_steps`, that has committed fastest by the model, from what
             dense passes accepted so far; verify densely where none beats that. `False`: always `max_steps`.
         step_cost: Time of a sparse step over that of a dense one, as measured. `None`: from the bytes of weights and caches, which leaves
@@ -25,18 +30,20 @@ class Lossless:
             reads, but computes more rows.
 
     Raises:
-        ValueError: `max_steps` that is not a positive int, `adapt` that is not a bool, or a cost that is not positive.
+        ValueError: `max_steps` or `max_tokens` that is not a positive int, `adapt` that is not a bool, or a cost that is not positive.
     """
 
     max_steps: int = 8
+    max_tokens: int | None = None
     adapt: bool = True
     step_cost: float | None = None
     check_cost: float = 1.0
 
     def __post_init__(self) -> None:
-        steps = self.max_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"Lossless.max_steps must be a positive int, got {steps!r}")
+        if not is_int(self.max_steps, 1):
+            raise ValueError(f"Lossless.max_steps must be a positive int, got {self.max_steps!r}")
+        if self.max_tokens is not None and not is_int(self.max_tokens, 1):
+            raise ValueError(f"Lossless.max_tokens must be None or a positive int, got {self.max_tokens!r}")
         if not isinstance(self.adapt, bool):
             raise ValueError(f"Lossless.adapt must be a bool, got {self.adapt!r}")
         if self.step_cost is not None and not _is_positive(self.step_cost):
@@ -45,8 +52,26 @@ class Lossless:
             raise ValueError(f"Lossless.check_cost must be a positive number, got {self.check_cost!r}")
 
     def max_provisional(self, draft_length: int) -> int:
-        """Most tokens that wait for a dense pass, with drafts of G = `draft_length` tokens."""
-        return self.max_steps * (draft_length + 1)
+        """Most tokens that wait for a dense pass, with drafts of G = `draft_length` tokens.
+
+        Raises:
+            ValueError: `max_tokens` has no room for one step.
+        """
+        step = draft_length + 1
+        if self.max_tokens is None:
+            return self.max_steps * step
+        if self.max_tokens < step:
+            raise ValueError(
+                f"Lossless.max_tokens = {self.max_tokens} has no room for a step of {draft_length} draft tokens: at least {step}"
+            )
+        return min(self.max_steps * step, self.max_tokens)
+
+    def most_steps(self, draft_length: int, tokens_per_step: Any) -> Any:
+        """Sparse steps of a mean acceptance length that come before a dense pass at most; a number or an array, as `tokens_per_step` is."""
+        if self.max_tokens is None:
+            return self.max_steps + 0 * tokens_per_step
+        room = self.max_provisional(draft_length) - (draft_length + 1)  # before the last of them
+        return 1 + room // tokens_per_step
 
 
 def _is_positive(value: object) -> bool:

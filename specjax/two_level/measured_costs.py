@@ -27,6 +27,8 @@ from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
 from specjax.sparsity.sparsity_config import SparsityConfig
+from specjax.state import DecodeState
+from specjax.two_level.level_counts import LevelCounts
 from specjax.two_level.lossless import Lossless
 from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
@@ -42,8 +44,10 @@ class TwoLevelCosts:
     Attributes:
         dense_ms: A step of dense verification alone, whose cache keeps no summaries of blocks up.
         sparse_ms: A step of sparse verification.
-        check_ms: The dense pass behind `max_steps` sparse steps, with what settles them.
-        max_steps: Steps that it checks.
+        check_ms: The dense pass behind as many sparse steps as there may be, with what settles them.
+        max_steps: Steps that it checks at most.
+        max_tokens: Tokens that it checks at most, as in `Lossless`.
+        draft_length: G; read with `max_tokens` alone.
 
     Raises:
         ValueError: A time that is not positive: it was lost in noise.
@@ -53,19 +57,32 @@ class TwoLevelCosts:
     sparse_ms: float
     check_ms: float
     max_steps: int
+    max_tokens: int | None = None
+    draft_length: int = 0
 
     def __post_init__(self) -> None:
         require_positive(dense_ms=self.dense_ms, sparse_ms=self.sparse_ms, check_ms=self.check_ms)
 
     @classmethod
-    def of_times(cls, *, dense_ms: float, sparse_ms: float, cycle_ms: float, max_steps: int) -> TwoLevelCosts:
-        """From the time of a cycle: `max_steps` sparse steps and their check.
+    def of_times(
+        cls, *, dense_ms: float, sparse_ms: float, cycle_ms: float, cycle_steps: float, lossless: Lossless, draft_length: int
+    ) -> TwoLevelCosts:
+        """From the time of a cycle: sparse steps and their check.
+
+        Args:
+            dense_ms: See `TwoLevelCosts`.
+            sparse_ms: Likewise.
+            cycle_ms: Of a cycle.
+            cycle_steps: Sparse steps that it had, in the mean.
+            lossless: How many it might have had.
+            draft_length: G.
 
         Raises:
             CostsUnknown: A time, or what is left of a cycle for its check, is not positive.
         """
+        limits: dict[str, Any] = dict(max_steps=lossless.max_steps, max_tokens=lossless.max_tokens, draft_length=draft_length)
         try:
-            return cls(dense_ms=dense_ms, sparse_ms=sparse_ms, check_ms=cycle_ms - max_steps * sparse_ms, max_steps=max_steps)
+            return cls(dense_ms=dense_ms, sparse_ms=sparse_ms, check_ms=cycle_ms - cycle_steps * sparse_ms, **limits)
         except ValueError as error:
             raise CostsUnknown(f"times are lost in noise: {error}") from None
 
@@ -81,20 +98,26 @@ class TwoLevelCosts:
 
     def lossless(self, *, adapt: bool = True) -> Lossless:
         """Settings that decide by these costs."""
-        return Lossless(max_steps=self.max_steps, adapt=adapt, step_cost=self.step_cost, check_cost=self.check_cost)
+        limits: dict[str, Any] = dict(max_steps=self.max_steps, max_tokens=self.max_tokens)
+        return Lossless(**limits, adapt=adapt, step_cost=self.step_cost, check_cost=self.check_cost)
+
+    def _num_steps(self, tokens_per_step: float) -> range:
+        """Sparse steps that a cycle may have."""
+        most = self.lossless().most_steps(self.draft_length, tokens_per_step)
+        return range(1, int(min(self.max_steps, most)) + 1)
 
     def speedup(self, *, tokens_per_step: float, acceptance: float) -> float:
         """What the best number of steps is worth over dense verification, by `two_level_speedup`; below 1 dense verification is faster."""
         return max(
             two_level_speedup(num_steps=steps, tokens_per_step=tokens_per_step, acceptance=acceptance, **self._costs)
-            for steps in range(1, self.max_steps + 1)
+            for steps in self._num_steps(tokens_per_step)
         )
 
     def break_even(self, *, tokens_per_step: float) -> float | None:
         """The least acceptance of the dense level at which any number of steps pays; `None` where none does even if all is accepted."""
         found = (
             break_even_dense_acceptance(num_steps=steps, tokens_per_step=tokens_per_step, **self._costs)
-            for steps in range(1, self.max_steps + 1)
+            for steps in self._num_steps(tokens_per_step)
         )
         return min((acceptance for acceptance in found if acceptance is not None), default=None)
 
@@ -190,8 +213,10 @@ def measure_costs(
         return _loop(lambda params, state: decode_step(target, drafter, how, params[0], params[1], params[2], state), how.sparsity)
 
     loops = {name: loop(how) for name, how in static.items()}
-    times = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
-    return TwoLevelCosts.of_times(**{f"{name}_ms": value for name, value in times.items()}, max_steps=lossless.max_steps)
+    times, levels = _times(loops, params, state, {"dense": num_steps, "sparse": num_steps, "cycle": num_cycles}, repeats)
+    cycle_steps = float(levels.sparse_steps.sum() / levels.dense_passes.sum())
+    measured: dict[str, float] = {f"{name}_ms": value for name, value in times.items()}
+    return TwoLevelCosts.of_times(**measured, cycle_steps=cycle_steps, lossless=lossless, draft_length=num_drafted)
 
 
 def room_for_loops(lossless: Lossless, draft_length: int, num_steps: int = 16) -> int:
@@ -221,22 +246,29 @@ def _loop(step: Callable[[Any, Any], Any], sparsity: SparsityConfig) -> Callable
     return jax.jit(repeated)
 
 
-def _times(loops: Mapping[str, Any], params: Any, state: Any, longest: Mapping[str, int], repeats: int) -> dict[str, float]:
-    """Milliseconds that a step of each loop adds; all in turn, so that what drifts meets them alike."""
+def _times(
+    loops: Mapping[str, Any], params: Any, state: Any, longest: Mapping[str, int], repeats: int
+) -> tuple[dict[str, float], LevelCounts]:
+    """Milliseconds that a step of each loop adds, all in turn, so that what drifts meets them alike; and what the cycles counted."""
+    # Lowered here: what JAX's contexts say (of precision, of 64 bits) is this thread's.
+    lowered = {name: loop.lower(params, state, np.int32(0)) for name, loop in loops.items()}
+    first, *others = lowered
+    programs = {first: lowered[first].compile()}  # alone: XLA then chooses the products that all share once
+    pool = ThreadPoolExecutor()
+    try:
+        programs |= zip(others, pool.map(lambda name: lowered[name].compile(), others), strict=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for them
 
-    def compiled(name: str) -> Callable:
-        return loops[name].lower(params, state, np.int32(0)).compile()
-
-    first, *others = loops
-    programs = {first: compiled(first)}  # alone: XLA then chooses the products that all share once
-    with ThreadPoolExecutor() as pool:
-        programs |= zip(others, pool.map(compiled, others), strict=True)
+    def end(name: str, num_steps: int) -> DecodeState:
+        return jax.block_until_ready(programs[name](params, state, np.int32(num_steps)))
 
     def wall_ms(name: str, num_steps: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(programs[name](params, state, np.int32(num_steps)))
+        end(name, num_steps)
         return 1e3 * (time.perf_counter() - begin)
 
+    levels = jax.device_get(end("cycle", longest["cycle"]).statistics.levels)
     for name in loops:
         wall_ms(name, longest[name])
     found: dict[str, list[float]] = {name: [] for name in loops}
@@ -244,4 +276,4 @@ def _times(loops: Mapping[str, Any], params: Any, state: Any, longest: Mapping[s
         for name, values in found.items():
             first, last = wall_ms(name, 1), wall_ms(name, longest[name])
             values.append((last - first) / (longest[name] - 1))
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {name: statistics.median(values) for name, values in found.items()}, levels

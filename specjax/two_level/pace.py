@@ -63,15 +63,17 @@ class Pace:
         """A step's mean acceptance length; 1 before any step."""
         return jnp.maximum(self.tokens, 1.0) / jnp.maximum(self.steps, 1.0)
 
-    def best_num_steps(self, step_cost: jax.Array, settings: Lossless) -> jax.Array:
+    def best_num_steps(self, step_cost: jax.Array, settings: Lossless, *, draft_length: int) -> jax.Array:
         """The number of sparse steps, from 1 to `max_steps`, that the model finds fastest; 0 where dense verification is faster.
 
         Args:
             step_cost: Scalar, time of a sparse step over that of a dense one.
             settings: How many are allowed, and what a dense pass costs.
+            draft_length: G.
         """
         num_steps = jnp.arange(1, settings.max_steps + 1, dtype=jnp.float32)
         acceptance = jnp.minimum(self.acceptance, 1 - _LEAST_REJECTION)
         settled = expected_settled(acceptance, num_steps * self.tokens_per_step)
         speedup = settled / (self.tokens_per_step * (num_steps * step_cost + settings.check_cost))
+        speedup = jnp.where(num_steps <= settings.most_steps(draft_length, self.tokens_per_step), speedup, 0)
         return jnp.where(speedup.max() > 1, jnp.argmax(speedup) + 1, 0).astype(jnp.int32)

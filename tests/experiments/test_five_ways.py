@@ -129,6 +129,10 @@ def test_two_levels_that_cannot_be_are_refused_before_anything_is_decoded():
     words = ("target=tiny", "drafter=eagle3", *SMALL, "attention=", "ffn=0.5")
     with pytest.raises(ExperimentError, match=r"two levels of ffn 0.5: Lossless.max_steps must be a positive int, got 0"):
         next(iter(five_ways.run(parse_config(five_ways.Config, (*words, "max_sparse_steps=0")))))
+    drafted = next(word for word in SMALL if word.startswith("num_speculative_tokens=")).partition("=")[2]
+    message = f"two levels of ffn 0.5: Lossless.max_tokens = 1 has no room for a step of {drafted} draft tokens"
+    with pytest.raises(ExperimentError, match=message):
+        next(iter(five_ways.run(parse_config(five_ways.Config, (*words, "max_waiting_tokens=1")))))
     config = parse_config(five_ways.Config, words)
     channels = named_settings(config, tiny_config())
     five_ways.check_two_levels(config, channels, measured=True)

@@ -15,6 +15,7 @@ import pytest
 from experiments import kernels, tune
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import check_row
+from experiments.timing import LoopTiming
 from specjax.kernels.measured import PATH, fastest, read_table
 from specjax.kernels.shape_lists import SHAPES, TINY_SHAPES
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
@@ -157,9 +158,19 @@ def test_a_reference_that_is_lost_in_noise_is_not_written_and_an_earlier_row_sta
         assert "lost in noise and not written: use longer loops" in tune.show(row)
 
 
-def test_shapes_that_are_compiled_together_give_the_same_rows_in_the_same_order() -> None:
+def test_shapes_that_are_compiled_together_have_their_own_times_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = list(TINY_SHAPES)
+
+    def timed(loops: dict, **settings: Any) -> dict:
+        """A shape's place is its time."""
+        times = {key: 0.0 if key[1] == kernels.EMPTY else 1.0 + shapes.index(key[0]) for key in loops}
+        return {key: LoopTiming(ms_per_step=(ms,), raw_short_ms=(), raw_long_ms=(), compile_s=0, temp_bytes=0) for key, ms in times.items()}
+
+    monkeypatch.setattr(kernels, "time_loops", timed)
     one, three = (list(kernels.run(parse_config(kernels.Config, [*SMALL, f"together={number}"]))) for number in (1, 3))
-    assert [(row["op"], row["shape"]) for row in three] == [(row["op"], row["shape"]) for row in one]
+    assert three == one
+    copies = [kernels.num_copies(shape, parse_config(kernels.Config, SMALL)) for shape in shapes]
+    assert [row["us"] for row in one] == [1e3 * (1 + place) / number for place, number in enumerate(copies)]
     with pytest.raises(ExperimentError, match="together must be at least 1, got 0"):
         parse_config(kernels.Config, ["together=0"])
 
@@ -186,6 +197,12 @@ def test_a_recorded_result_fills_the_table_without_measuring_again(tmp_path: Pat
     assert [row["shape"] for row in json.loads(table.read_text())] == [row["shape"] for row in kept]
     with pytest.raises(ExperimentError, match="is no result of the experiment kernels"):
         list(tune.run(tune.Config(table=str(table), times=str(table))))
+    references = [row for row in rows if row["implementation"] == "reference"]
+    result.write_text(json.dumps({"device": {"kind": "that one"}, "config": {"dtype": "float32"}, "rows": references}))
+    before = table.read_text()
+    with pytest.raises(ExperimentError, match=r"kernels.json has no times of kernels beside the reference's"):
+        list(tune.run(config))
+    assert table.read_text() == before
     with pytest.raises(ExperimentError, match="nothing.json is no result of the experiment kernels"):
         list(tune.run(tune.Config(table=str(table), times="nothing.json")))
 

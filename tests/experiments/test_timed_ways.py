@@ -67,6 +67,10 @@ def test_each_way_is_timed_in_the_real_loop_with_acceptance_made_up_at_both_leve
     assert (levels["steps_between_dense"], levels["dense_step_share"]) == (2.0, 0.0)
     assert levels["tokens_per_s"] == pytest.approx(2 * expected_settled(0.9, 4) / 5e-3)
     assert all(check_row(row) and five_ways.columns(row) and "SYNTHETIC" in five_ways.show(row) for row in rows if row["synthetic"])
+    # Where seven may wait, there is room for three such steps of up to three tokens, whose check takes the other two milliseconds.
+    words = [word for word in WORDS if "max_sparse_steps" not in word] + ["max_sparse_steps=8", "max_waiting_tokens=7", "adapt=false"]
+    *_, few = five_ways.run(parse_config(five_ways.Config, words))
+    assert (few["steps_between_dense"], few["check_cost"]) == (3.0, 0.5)
 
 
 def test_checks_take_the_place_of_refreshes(monkeypatch):

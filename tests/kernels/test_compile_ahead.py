@@ -43,7 +43,7 @@ KERNELS = {
     ],
 )
 def test_every_shape_compiles_for_every_architecture(ops: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "" if ops == OTHERS else str(tmp_path))  # empty, as jax-triton leaves it once it is imported
     entries = run_program("tests/kernels/compile_ahead.py", ops, ",".join(map(str, MOST_SHARED_BYTES)), dtype)
     assert {entry["kernel"] for entry in entries} == KERNELS[ops]
     assert {entry["shape"] for entry in entries} == {str(shape) for shape in SHAPES if shape.op in ops.split(",")}

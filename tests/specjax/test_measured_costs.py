@@ -41,13 +41,13 @@ def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypa
             end = loop(params, state, np.int32(1))
             ends[name], kept_up[name] = end.statistics, end.target_cache.summaries is not None
             assert end.target_cache.capacity == 256, "costs are those of the capacity that is asked for"
-        return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 7.0}, ends["cycle"].levels
 
     monkeypatch.setattr(measured_costs, "_times", times)
     found = measure_costs(
         target, params, ReplayDrafter(), RECORDED, PROMPTS, config=dataclasses.replace(CONFIG, cache_capacity=256), num_steps=4
     )
-    assert found == TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
+    assert found == TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2, draft_length=2)
     assert found.lossless() == Lossless(max_steps=2, step_cost=0.25, check_cost=1.25)
     # One loop makes a step of each row, the other a cycle of two and their check; only sparse ones read less.
     assert [int(ends[name].num_steps) for name in ("dense", "sparse", "cycle")] == [2, 2, 4]
@@ -74,6 +74,30 @@ def test_the_break_even_is_where_the_best_number_of_steps_begins_to_pay():
     hopeless = dataclasses.replace(costs, sparse_ms=10.0)
     assert hopeless.break_even(tokens_per_step=3.0) is None
     assert hopeless.describe(tokens_per_step=3.0).endswith("two levels never pay")
+
+
+def test_with_a_limit_of_tokens_a_cycle_has_the_steps_that_it_had(monkeypatch):
+    target, params = tiny_target()
+    sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=8, max_tokens=7, adapt=False))
+    verification = SyntheticAcceptance(rates=(1.0, 0.0), dense_rate=1.0)  # two tokens a step: three fit
+    config = dataclasses.replace(CONFIG, sparsity=sparsity, verification=verification)
+    found = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config, num_steps=4, repeats=1)
+    assert (found.max_steps, found.max_tokens, found.draft_length) == (8, 7, 2)
+    monkeypatch.setattr(TwoLevelCosts, "of_times", lambda **given: given)
+    given = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config, num_steps=4, repeats=1)
+    assert given["cycle_steps"] == 3
+    assert (given["lossless"].max_tokens, given["draft_length"]) == (7, 2)
+
+
+def test_costs_with_a_limit_of_tokens_are_those_of_the_steps_that_fit():
+    costs = TwoLevelCosts(dense_ms=10.0, sparse_ms=1.0, check_ms=11.0, max_steps=8, max_tokens=24, draft_length=5)
+    # Eighteen may wait before a step of up to six: seven steps of three tokens, or four of six.
+    for tokens, most in ((3.0, 7), (6.0, 4), (1.0, 8)):
+        every = [
+            two_level_speedup(num_steps=n, tokens_per_step=tokens, acceptance=0.999, step_cost=0.1, check_cost=1.1) for n in range(1, 9)
+        ]
+        assert costs.speedup(tokens_per_step=tokens, acceptance=0.999) == max(every[:most])
+    assert costs.lossless() == Lossless(max_steps=8, max_tokens=24, step_cost=0.1, check_cost=1.1)
 
 
 @pytest.mark.full
@@ -112,7 +136,7 @@ def test_loops_that_need_more_slots_than_the_call_have_them_and_lost_times_are_a
 
     def times(loops, params, state, longest, repeats):
         capacities.append(state.target_cache.capacity)
-        return {"dense": 4.0, "sparse": 1.0, "cycle": 1.0}
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 1.0}, loops["cycle"](params, state, np.int32(1)).statistics.levels
 
     monkeypatch.setattr(measured_costs, "_times", times)
     with pytest.raises(CostsUnknown, match="times are lost in noise: check_ms must be a positive finite number, got -1.0"):

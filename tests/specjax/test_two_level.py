@@ -53,6 +53,7 @@ LENGTHS = [len(prompt) for prompt in PROMPTS]
 HARSH = dict(block_size=4, keep=0.0, dense_below=0, head_blocks=0, tail_blocks=0)
 MILD = dict(block_size=4, keep=0.7, dense_below=0, score="bounds", rows="each")
 FIXED, ADAPTING = Lossless(max_steps=3, adapt=False), Lossless(max_steps=3, step_cost=0.3)
+FEW = Lossless(max_steps=6, max_tokens=7, adapt=False)
 
 
 def sparse(lossless: Lossless | None, **changes: Any) -> SparsityConfig:
@@ -110,6 +111,7 @@ GRID = [
     ("drafter_name", "num_drafts", "settings", "lossless", "batch_size"),
     [
         ("none", 1, SETTINGS[0], FIXED, 1),
+        ("replay", 3, SETTINGS[1], FEW, 3),
         *(
             pytest.param(name, 1 + index % 4, settings, (FIXED, ADAPTING)[index % 2], 1 if index % 3 == 0 else 3, marks=FULL)
             for index, (name, settings) in enumerate(GRID)
@@ -259,6 +261,23 @@ def test_a_cache_without_room_for_all_provisional_tokens_is_refused(full_grid: b
     np.testing.assert_array_equal(output.tokens, greedy_text(PROMPTS)[:1])
 
 
+def test_no_more_tokens_wait_than_may_and_steps_are_taken_while_they_fit(full_grid: bool) -> None:
+    drafts = 3
+    few = run(sparse(FEW, **MILD), "the target itself", drafts, PROMPTS[:1])
+    np.testing.assert_array_equal(few.tokens, greedy_text(PROMPTS)[:1])
+    config = GenerateConfig(max_new_tokens=8, num_speculative_tokens=drafts, sparsity=sparse(FEW, **MILD))
+    assert config.max_unsettled(drafts) == 7
+    passes, waiting, steps = (float(getattr(few.statistics.levels, name).sum()) for name in ("dense_passes", "provisional", "sparse_steps"))
+    # Behind a step of four tokens, as most are, no other one has room for sure; behind one of three it has.
+    assert passes <= steps < 2 * passes
+    assert waiting <= 7 * passes
+    if full_grid:
+        all_six = run(sparse(dataclasses.replace(FEW, max_tokens=None), **MILD), "the target itself", drafts, PROMPTS[:1])
+        assert all_six.statistics.levels.dense_passes.sum() < passes
+    with pytest.raises(ValueError, match="Lossless.max_tokens = 7 has no room for a step of 7 draft tokens: at least 8"):
+        run(sparse(FEW, **MILD), "prompt lookup", 7, PROMPTS[:1])
+
+
 @FULL
 def test_where_sparse_steps_cannot_pay_every_step_is_dense() -> None:
     output = run(sparse(Lossless(max_steps=3, step_cost=1.5), **MILD), "prompt lookup", 2)
@@ -305,6 +324,8 @@ def test_what_would_not_be_lossless_is_refused_by_name() -> None:
     for field, value, message in (
         ("max_steps", 0, "Lossless.max_steps must be a positive int, got 0"),
         ("max_steps", True, "Lossless.max_steps must be a positive int, got True"),
+        ("max_tokens", 0, "Lossless.max_tokens must be None or a positive int, got 0"),
+        ("max_tokens", 2.0, "Lossless.max_tokens must be None or a positive int, got 2.0"),
         ("adapt", 1, "Lossless.adapt must be a bool, got 1"),
         ("step_cost", 0.0, "Lossless.step_cost must be None or a positive number, got 0.0"),
         ("step_cost", float("nan"), "Lossless.step_cost must be None or a positive number, got nan"),

@@ -80,19 +80,26 @@ def test_the_pace_is_the_fastest_number_of_steps_and_none_where_dense_verificati
                 sizes = dict(acceptance=acceptance, tokens_per_step=tokens, step_cost=cost, check_cost=1.15)
                 speedups = [two_level_speedup(num_steps=n, **sizes) for n in range(1, 7)]
                 expected = int(np.argmax(speedups)) + 1 if max(speedups) > 1 else 0
-                assert int(seen(acceptance, tokens).best_num_steps(jnp.float32(cost), settings)) == expected
-    assert int(seen(1.0, 2.0).best_num_steps(jnp.float32(0.1), settings)) == 6
+                assert int(seen(acceptance, tokens).best_num_steps(jnp.float32(cost), settings, draft_length=5)) == expected
+    assert int(seen(1.0, 2.0).best_num_steps(jnp.float32(0.1), settings, draft_length=5)) == 6
+
+
+def test_the_pace_takes_no_more_steps_than_there_is_room_for_their_tokens() -> None:
+    settings, cost = Lossless(max_steps=8, max_tokens=24), jnp.float32(0.1)
+    for tokens, most in ((1.0, 8), (2.0, 8), (3.0, 7), (3.5, 6), (6.0, 4)):  # 18 may wait before a step of up to 6
+        assert int(seen(1.0, tokens).best_num_steps(cost, settings, draft_length=5)) == most
+        assert int(settings.most_steps(5, tokens)) >= most
 
 
 def test_without_evidence_sparse_steps_are_tried_and_evidence_fades() -> None:
     settings, cost = Lossless(), jnp.float32(0.3)
-    assert int(Pace.unknown().best_num_steps(cost, settings)) > 1
+    assert int(Pace.unknown().best_num_steps(cost, settings, draft_length=5)) > 1
     pace, none = Pace.unknown(), jnp.float32(0)
     for _ in range(40):
         pace = pace.after(examined=jnp.float32(3), accepted=none, tokens=jnp.float32(1), steps=jnp.float32(1))
-    assert int(pace.best_num_steps(cost, settings)) == 0
+    assert int(pace.best_num_steps(cost, settings, draft_length=5)) == 0
     waited = 0
-    while int(pace.best_num_steps(cost, settings)) == 0:
+    while int(pace.best_num_steps(cost, settings, draft_length=5)) == 0:
         pace, waited = pace.after(examined=none, accepted=none, tokens=jnp.float32(1), steps=jnp.float32(1)), waited + 1
     assert 10 < waited < 200
 
@@ -100,7 +107,7 @@ def test_without_evidence_sparse_steps_are_tried_and_evidence_fades() -> None:
 def paced_speedup(acceptance: float, num_tokens: int, seed: int) -> tuple[float, float]:
     """Over dense verification, of cycles with a coin a token and checks as dear as over XLA's attention; and the share of dense ones."""
     settings, sizes, coins = Lossless(max_steps=8, check_cost=2.25), dict(step_cost=0.43, tokens=3), np.random.default_rng(seed)
-    best = jax.jit(lambda pace: pace.best_num_steps(jnp.float32(sizes["step_cost"]), settings))
+    best = jax.jit(lambda pace: pace.best_num_steps(jnp.float32(sizes["step_cost"]), settings, draft_length=5))
     after = jax.jit(lambda pace, *seen: pace.after(**dict(zip(("examined", "accepted", "tokens", "steps"), seen, strict=True))))
     pace, time, settled, paces = Pace.unknown(), 0.0, 0, []
     while settled < num_tokens:

@@ -120,6 +120,31 @@ def test_sampled_text_follows_the_exact_law_of_the_dense_target(drafter_name: st
 
 
 @FULL
+@pytest.mark.parametrize("drafter_name", ["draft model", "point mass", "EAGLE-3", "target"])
+def test_the_law_is_exact_where_the_tokens_of_its_steps_decide_when_a_cycle_ends(drafter_name: str) -> None:
+    (target, params), (drafter, drafter_params) = small_target(), drafters(drafter_name)
+    lossless = Lossless(max_steps=4, max_tokens=4, adapt=False)  # another step where the first one committed a single token
+    sparsity = SparsityConfig(attention=LITTLE, lossless=lossless)
+    config = GenerateConfig(max_new_tokens=NUM_EMITTED, num_speculative_tokens=2, do_sample=True, sparsity=sparsity)
+
+    @jax.jit
+    @jax.vmap
+    def emit(rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A row by itself: in a batch, the others' tokens would decide for it."""
+        output = speculative_generate(target, params, drafter, drafter_params, np.int32([PROMPT]), config=config, rng=rng)
+        levels = output.statistics.levels
+        return output.tokens[0], jnp.stack([levels.sparse_steps[0], levels.dense_passes[0]])
+
+    tokens, counts = emit(jax.random.split(jax.random.key(11), NUM_ROWS))
+    found = np.zeros((SMALL_VOCAB,) * NUM_EMITTED)
+    np.add.at(found, tuple(np.asarray(tokens).T), 1)
+    assert chi_square_p_value(found, dense_law(PLAIN)) > MIN_P_VALUE
+    steps, passes = np.asarray(counts).T
+    assert (steps == passes).any(), "cycles of one step each"
+    assert (steps > passes).any(), "and some of more"
+
+
+@FULL
 def test_the_sparse_law_is_another_one() -> None:
     assert p_value(emitted(None, "none", PLAIN)) < MIN_P_VALUE
 
