@@ -52,17 +52,19 @@ def test_quality_rows_hold_sparse_against_dense(target_path, task_data):
     assert all(sparse_quality.show(row) for row in rows)
 
 
-def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, task_data):
+def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, task_data, full_grid):
     settings = ("tasks=gsm8k", "attention=", "ffn=0.34", "prompts=3")
     dense, ffn = run_quality(target_path, task_data, *settings, "batch=2")  # the second batch is not full
     assert (dense["drafter"], dense["mean_acceptance_length_dense"]) == ("none", 1.0)
     assert ffn["keep_ratio"] == pytest.approx(16 / 24)  # a multiple of 8 channels
-    _, together = run_quality(target_path, task_data, *settings, "batch=3")
-    _, roomy = run_quality(target_path, task_data, *settings, "batch=2", "longest=400")  # larger caches, and another program
-    assert ffn["token_agreement"] == together["token_agreement"] == roomy["token_agreement"]
-    assert ffn["kl"] == pytest.approx(roomy["kl"], rel=1e-4)
-    assert ffn["kl"] == pytest.approx(together["kl"], rel=1e-4) != 0
+    assert ffn["kl"] > 0
     assert (ffn["prompts"], ffn["metric"], ffn["score_dense"]) == (3, "exact_match", 0.0)
+    if not full_grid:
+        return
+    for others in (("batch=3",), ("batch=2", "longest=400")):  # one full batch; larger caches
+        _, same = run_quality(target_path, task_data, *settings, *others)
+        assert ffn["token_agreement"] == same["token_agreement"]
+        assert ffn["kl"] == pytest.approx(same["kl"], rel=1e-4)
 
 
 @pytest.fixture

@@ -81,12 +81,11 @@ def test_with_a_limit_of_tokens_a_cycle_has_the_steps_that_it_had(monkeypatch):
     sparsity = dataclasses.replace(SPARSE, lossless=Lossless(max_steps=8, max_tokens=7, adapt=False))
     verification = SyntheticAcceptance(rates=(1.0, 0.0), dense_rate=1.0)  # two tokens a step: three fit
     config = dataclasses.replace(CONFIG, sparsity=sparsity, verification=verification)
-    found = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config, num_steps=4, repeats=1)
-    assert (found.max_steps, found.max_tokens, found.draft_length) == (8, 7, 2)
-    monkeypatch.setattr(TwoLevelCosts, "of_times", lambda **given: given)
+    monkeypatch.setattr(TwoLevelCosts, "of_times", lambda **given: given)  # such short times may be lost in noise
     given = measure_costs(target, params, ReplayDrafter(), RECORDED, PROMPTS, config=config, num_steps=4, repeats=1)
     assert given["cycle_steps"] == 3
     assert (given["lossless"].max_tokens, given["draft_length"]) == (7, 2)
+    assert all(isinstance(given[name], float) for name in ("dense_ms", "sparse_ms", "cycle_ms"))
 
 
 def test_costs_with_a_limit_of_tokens_are_those_of_the_steps_that_fit():

@@ -111,7 +111,7 @@ GRID = [
     ("drafter_name", "num_drafts", "settings", "lossless", "batch_size"),
     [
         ("none", 1, SETTINGS[0], FIXED, 1),
-        ("replay", 3, SETTINGS[1], FEW, 3),
+        pytest.param("replay", 3, SETTINGS[1], FEW, 3, marks=FULL),
         *(
             pytest.param(name, 1 + index % 4, settings, (FIXED, ADAPTING)[index % 2], 1 if index % 3 == 0 else 3, marks=FULL)
             for index, (name, settings) in enumerate(GRID)
