@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,10 @@ from experiments.sparse_comparison import decoding_speed, keep_ratio, ratio
 from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
+from experiments.ways_config import Config
 from specjax import GenerateConfig, Lossless
 from specjax.capacity import bucket, rounded_capacity, whole_chunks
 from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
-
-if TYPE_CHECKING:
-    from experiments.five_ways import Config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,7 @@ from experiments.decoding import Decoded, Decoder
 from experiments.draft_heads import FULL, bytes_read, describe
 from experiments.drafters import Candidates, ready, sizes_of
 from experiments.experiment import ExperimentError
+from experiments.head_quality_config import Config
 from experiments.mid_decode import Middle
 from experiments.models import Model
 from experiments.step_costs import MeasuredCosts, measure_costs
@@ -25,9 +26,6 @@ from specjax.capacity import bucket
 from specjax.cost_model import throughput_ratio
 from specjax.drafting.heads.draft_head import TOKEN_IDS
 from specjax.training.token_counts import share_outside
-
-if TYPE_CHECKING:
-    from experiments.head_quality import Config
 
 # Below this mean acceptance length of the full head a drafter has learned too little for its heads to differ as finished ones would.
 LEAST_FULL_LENGTH = 2.3

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -22,13 +22,11 @@ from experiments.mid_decode import Middle, decoding_loop, does_not_fit
 from experiments.models import PROMPT_LOOKUP, LoadedDrafter, Model, load_drafter
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.timing import Loop, LoopTiming, time_loops
-from experiments.ways import DENSE_VERIFICATION, PLAIN, PLAIN_SPARSE, SPARSE_VERIFICATION, TWO_LEVELS, Way, two_levels
+from experiments.ways import DENSE_VERIFICATION, PLAIN, PLAIN_SPARSE, SPARSE_VERIFICATION, TWO_LEVELS, Way, steady_rates, two_levels
+from experiments.ways_config import Config
 from specjax import Lossless, SyntheticAcceptance
 from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts
 from specjax.two_level.two_level_cost import expected_settled
-
-if TYPE_CHECKING:
-    from experiments.five_ways import Config
 
 # The head of the EAGLE-3 drafter: by time and acceptance the best that has been measured.
 _HEAD = "low_rank:8"
@@ -248,20 +246,6 @@ def tokens_of_cycles(timing: LoopTiming, tokens_per_step: float, acceptance: flo
     batch = last.dense_passes.shape[0]
     tokens = batch * (passes * settled + dense_steps * tokens_per_step) / rows
     return float(tokens), sparse_steps / passes if passes else None, dense_steps / rows
-
-
-def steady_rates(mean_acceptance_length: float, num_speculative_tokens: int) -> tuple[float, ...]:
-    """Rates by which every step commits as many tokens as the mean says, but for its fraction.
-
-    Raises:
-        ExperimentError: A mean outside [1, G + 1].
-    """
-    if not 1 <= mean_acceptance_length <= num_speculative_tokens + 1:
-        raise ExperimentError(
-            f"mean_acceptance_length must be from 1 to {num_speculative_tokens + 1} for {num_speculative_tokens} draft tokens, "
-            f"got {mean_acceptance_length}"
-        )
-    return tuple(min(max(mean_acceptance_length - 1 - position, 0.0), 1.0) for position in range(num_speculative_tokens))
 
 
 def _drafter(config: Config, target: Model) -> LoadedDrafter:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import typer
 
-from experiments import five_ways, sparse_times, timed_ways
+from experiments import five_ways, sparse_times, timed_ways, ways
 from experiments.experiment import ExperimentError, parse_config
 from experiments.models import LoadedDrafter, load_model
 from experiments.record import check_row
@@ -103,10 +103,10 @@ def test_tokens_of_cycles_are_those_expected_of_what_waited_for_checks():
 
 
 def test_steady_rates_and_drafters_that_cannot_be_are_refused():
-    assert timed_ways.steady_rates(3.0, 5) == (1.0, 1.0, 0.0, 0.0, 0.0)
-    assert timed_ways.steady_rates(2.25, 3) == (1.0, 0.25, 0.0)
+    assert ways.steady_rates(3.0, 5) == (1.0, 1.0, 0.0, 0.0, 0.0)
+    assert ways.steady_rates(2.25, 3) == (1.0, 0.25, 0.0)
     with pytest.raises(ExperimentError, match="from 1 to 3 for 2 draft tokens, got 3.5"):
-        timed_ways.steady_rates(3.5, 2)
+        ways.steady_rates(3.5, 2)
     with pytest.raises(ExperimentError, match="prompt lookup finds nothing in random tokens"):
         list(five_ways.run(parse_config(five_ways.Config, ("target=tiny", "dtype=float32"))))
 
