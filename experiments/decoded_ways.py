@@ -18,7 +18,7 @@ from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
 from experiments.ways_config import Config
-from specjax import GenerateConfig, Lossless
+from specjax import GenerateConfig
 from specjax.capacity import bucket, rounded_capacity, whole_chunks
 from specjax.two_level.measured_costs import CostsUnknown, TwoLevelCosts, measure_costs
 
@@ -75,7 +75,7 @@ class Workload:
     def prefilled(self) -> Prefilled:
         """The prompts taken in, with room for what follows them and all that may wait for a dense pass."""
         config, num_rows, width = self.config, self.config.num_speculative_tokens + 1, bucket(max(map(len, self.prompts)))
-        behind = config.new_tokens + self.limits(adapt=False).max_provisional(config.num_speculative_tokens) + num_rows + PADDING
+        behind = config.new_tokens + config.lossless().max_provisional(config.num_speculative_tokens) + num_rows + PADDING
         static = self.static(DENSE)
         slots = whole_chunks(width, static.prefill_chunk_size) + behind
         static = dataclasses.replace(static, cache_capacity=rounded_capacity(slots, config.block_size))
@@ -98,7 +98,7 @@ class Workload:
         `None`, and a line on standard error, where they are lost in noise or the target's window has no room for the loops.
         """
         target = laid_out_for(self.target, named.sparsity, self.made)
-        static = self.static(two_levels(named.sparsity, self.limits(adapt=False)))
+        static = self.static(two_levels(named.sparsity, self.config.lossless()))
         try:
             return measure_costs(
                 target.model,
@@ -114,10 +114,6 @@ class Workload:
             print(f"{named.name}: two levels {instead}, their costs are not known: {error}", file=sys.stderr)
             return None
 
-    def limits(self, *, adapt: bool) -> Lossless:
-        """How many steps and tokens may wait for a dense pass."""
-        return Lossless(max_steps=self.config.max_sparse_steps, max_tokens=self.config.max_waiting_tokens, adapt=adapt)
-
     def static(self, sparsity: Any) -> GenerateConfig:
         """A way's static choices."""
         sizes: dict[str, Any] = dict(max_new_tokens=self.config.new_tokens, num_speculative_tokens=self.config.num_speculative_tokens)
@@ -129,7 +125,7 @@ class Workload:
         sparsity = DENSE if named is None else named.sparsity
         if way.checked:
             by_bytes = costs is None
-            lossless = self.limits(adapt=config.adapt) if by_bytes else costs.lossless(adapt=config.adapt)
+            lossless = config.lossless(adapt=config.adapt) if by_bytes else costs.lossless(adapt=config.adapt)
             sparsity = two_levels(sparsity, lossless)
         drafter, params = (self.drafter.drafter, self.drafter.params) if way.drafts else (None, None)
         width = bucket(max(map(len, self.prompts)))

@@ -33,7 +33,7 @@ from experiments.tasks import TaskSource
 from experiments.timed_ways import timed_ways
 from experiments.ways import two_levels
 from experiments.ways_config import Config
-from specjax import Lossless, RejectionSampling
+from specjax import RejectionSampling
 
 
 def run(config: Config) -> Iterator[dict]:
@@ -68,8 +68,7 @@ def check_two_levels(config: Config, settings: list[NamedSparsity], *, measured:
     """
     for named in settings:
         try:
-            limits: dict[str, Any] = dict(max_steps=config.max_sparse_steps, max_tokens=config.max_waiting_tokens)
-            lossless = Lossless(**limits, adapt=config.adapt and not measured)
+            lossless = config.lossless(adapt=config.adapt and not measured)
             lossless.max_provisional(config.num_speculative_tokens)
             two_levels(named.sparsity, lossless).check_lossless(RejectionSampling(), do_sample=False)
         except ValueError as error:

@@ -66,7 +66,7 @@ class Case:
     def middle(self) -> Middle:
         """One for all ways: with room for the longest loop of cycles, were every token accepted."""
         config, num_rows = self.config, self.config.num_speculative_tokens + 1
-        most = self.limits.max_provisional(config.num_speculative_tokens)  # that wait for a check
+        most = config.lossless().max_provisional(config.num_speculative_tokens)  # that wait for a check
         longest = max(_CHECK_CYCLES[1], config.long_cycles) * (most + 1)
         room = max(longest, config.long_steps * num_rows) + most + num_rows
         return Middle(
@@ -77,11 +77,6 @@ class Case:
             margin=room,
             block_size=config.block_size,
         )
-
-    @property
-    def limits(self) -> Lossless:
-        """Of cycles that always have as many steps as they may."""
-        return Lossless(max_steps=self.config.max_sparse_steps, max_tokens=self.config.max_waiting_tokens, adapt=False)
 
     def rows(self, settings: list[NamedSparsity]) -> Iterator[dict]:
         """Times what is not checked, and then what is."""
@@ -94,7 +89,7 @@ class Case:
         dense_loop = self.loop(DENSE_VERIFICATION, None, shared)
         loops = {(DENSE_VERIFICATION, None): dense_loop, (PLAIN, None): self.loop(PLAIN, None, shared)}
         loops |= {(way, named): self.loop(way, named, shared) for named in settings for way in (PLAIN_SPARSE, SPARSE_VERIFICATION)}
-        fixed, all_kept = self.limits, 1.0
+        fixed, all_kept = config.lossless(), 1.0
         loops |= {(TWO_LEVELS, named): self.loop(TWO_LEVELS, named, shared, fixed, all_kept, num_steps=_CHECK_CYCLES) for named in settings}
         times = self._time(loops)
         costs = {named: found for named in settings if (found := self._costs(times, named)) is not None}
@@ -162,7 +157,7 @@ class Case:
             measured: dict[str, float] = dict(dense_ms=dense_ms, sparse_ms=sparse_ms, cycle_ms=cycle_ms)
             _, cycle_steps, _ = tokens_of_cycles(times[TWO_LEVELS, named], self.config.mean_acceptance_length, 1.0)
             assert cycle_steps is not None, "such cycles all have a check"
-            limits: dict[str, Any] = dict(lossless=self.limits, draft_length=self.config.num_speculative_tokens)
+            limits: dict[str, Any] = dict(lossless=self.config.lossless(), draft_length=self.config.num_speculative_tokens)
             costs = TwoLevelCosts.of_times(**measured, cycle_steps=cycle_steps, **limits)
         except CostsUnknown as error:
             print(f"{named.name}: two levels are left out, {error}; use longer loops", file=sys.stderr)

@@ -8,6 +8,7 @@ from experiments.experiment import local_field, path_field
 from experiments.presets import PRESETS
 from experiments.sparse_settings import SparseWords
 from experiments.ways import steady_rates
+from specjax import Lossless
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +82,7 @@ class Config(SparseWords):
         super().__post_init__()
         if self.target in PRESETS:  # before its weights are made
             steady_rates(self.mean_acceptance_length, self.num_speculative_tokens)
+
+    def lossless(self, *, adapt: bool = False) -> Lossless:
+        """What may wait for a dense pass."""
+        return Lossless(max_steps=self.max_sparse_steps, max_tokens=self.max_waiting_tokens, adapt=adapt)

@@ -153,8 +153,13 @@ def dispatch(
     if cut and tuning is not None:
         triton = functools.partial(triton, tuning=tuning.of_text(cut))
     if implementation != "auto":
-        return with_derivative_of(reference, triton)(*arrays)
-    return lax.platform_dependent(*arrays, cuda=with_derivative_of(reference, where_it_fits(triton, reference)), default=reference)
+        return in_place_of(reference, triton)(*arrays)
+    return lax.platform_dependent(*arrays, cuda=in_place_of(reference, where_it_fits(triton, reference)), default=reference)
+
+
+def in_place_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` where JAX runs it as it is; under `vmap`, and for derivatives, `reference`."""
+    return with_derivative_of(reference, with_batches_of(reference, kernel))
 
 
 def where_it_fits(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,10 +178,9 @@ def where_it_fits(kernel: Callable[..., Any], reference: Callable[..., Any]) -> 
 
 
 def with_derivative_of(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
-    """`fast`, which has no derivative of its own, with that of `reference`; under `vmap` too, see `with_batches_of`."""
-    batched = with_batches_of(reference, fast)
-    function = jax.custom_vjp(batched)
-    function.defvjp(lambda *arrays: (batched(*arrays), arrays), lambda arrays, cotangent: jax.vjp(reference, *arrays)[1](cotangent))
+    """`fast` with the derivative of `reference`, in forward and in reverse mode: what a kernel lacks, and a loop whose end is traced."""
+    function = jax.custom_jvp(fast)
+    function.defjvp(lambda arrays, tangents: (function(*arrays), jax.jvp(reference, arrays, tangents)[1]))
     return function
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from specjax.kernels.triton_call import power_of_two
+
 # Sizes that vary with the context; see `bucket`.
 _OF_A_CACHE = ("slots", "kept_slots", "blocks", "chosen")
 
@@ -155,7 +157,7 @@ class RotaryShape:
     @property
     def bucket(self) -> tuple[tuple[str, int], ...]:
         """See `bucket`: any number of heads costs about the same."""
-        return ("head_dim", 1 << (self.head_dim - 1).bit_length()), ("rows", _rows_class(self.rows))
+        return ("head_dim", power_of_two(self.head_dim)), ("rows", _rows_class(self.rows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,18 +288,15 @@ def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
         return shape.bucket
     of_a_cache = _OF_A_CACHE if isinstance(shape, AttentionShape | SelectionShape) else ()
     sizes = sorted(dataclasses.asdict(shape).items())
-    return tuple((name, None if size is None else _nearest_power(size) if name in of_a_cache else _power(size)) for name, size in sizes)
-
-
-def _power(size: int) -> int:
-    """The least power of two that is no smaller."""
-    return 1 << (size - 1).bit_length()
+    return tuple(
+        (name, None if size is None else _nearest_power(size) if name in of_a_cache else power_of_two(size)) for name, size in sizes
+    )
 
 
 def _nearest_power(size: int) -> int:
     """The power of two that is the fewest times larger or smaller."""
-    below = 1 << (max(size, 1).bit_length() - 1)
-    return below if size * size < 2 * below * below else 2 * below
+    above = power_of_two(size)
+    return above // 2 if 2 * size * size < above * above else above
 
 
 def _rows_class(rows: int) -> int:
@@ -307,5 +306,5 @@ def _rows_class(rows: int) -> int:
 
 def _half_step(size: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no smaller."""
-    above = 1 << (size - 1).bit_length()
+    above = power_of_two(size)
     return above * 3 // 4 if above >= 4 and size <= above * 3 // 4 else above

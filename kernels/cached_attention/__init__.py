@@ -11,7 +11,7 @@ from specjax.kernels.cached_attention.blocked import blocked_attention, is_long
 from specjax.kernels.cached_attention.reference import cached_attention_reference
 from specjax.kernels.few_row_attention import TuningConfig, few_row_attention, serves
 from specjax.kernels.grouped_attention import check_attention
-from specjax.kernels.measured import dispatch
+from specjax.kernels.measured import dispatch, with_derivative_of
 from specjax.kernels.shapes import AttentionShape
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
@@ -68,7 +68,7 @@ def cached_attention(
     arrays = query, keys, values, length, step_mask, sinks
     reference, triton = positional(cached_attention_reference), positional(few_row_attention)
     if not serves(query.shape, keys.shape[1]):
-        many_rows = blocked_attention if is_long(query.shape[1], keys.shape[2]) else cached_attention_reference
-        return positional(many_rows)(*arrays)
+        is_blocked = is_long(query.shape[1], keys.shape[2])
+        return (with_derivative_of(reference, positional(blocked_attention)) if is_blocked else reference)(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape)
     return dispatch(implementation, shape, keys.dtype, triton=triton, tuning=TuningConfig, reference=reference, arrays=arrays)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.cached_attention.reference import cached_attention_reference
 from specjax.kernels.grouped_attention import attention_scores, visible_offsets, weighted_values
 
 # Scores of a chunk of 512 rows of 12 heads take 50 MB in float32: what an H200's L2 holds.
@@ -39,34 +38,7 @@ def blocked_attention(
     sinks: jax.Array | None,
     scale: float,
 ) -> jax.Array:
-    """See `specjax.kernels.cached_attention.cached_attention`; S must be at least `BLOCK_SLOTS`. Its derivative is the reference's."""
-
-    @jax.custom_jvp
-    def attend(query, keys, values, length, step_mask, sinks):
-        return _attend(query, keys, values, length, step_mask=step_mask, window=window, sinks=sinks, scale=scale)
-
-    def reference(query, keys, values, length, step_mask, sinks):
-        options = dict(step_mask=step_mask, window=window, sinks=sinks, scale=scale)
-        return cached_attention_reference(query, keys, values, length, **options)
-
-    @attend.defjvp
-    def derivative(arrays, tangents):  # a loop whose end is traced has none in reverse mode
-        return attend(*arrays), jax.jvp(reference, arrays, tangents)[1]
-
-    return attend(query, keys, values, length, step_mask, sinks)
-
-
-def _attend(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    length: jax.Array,
-    *,
-    step_mask: jax.Array | None,
-    window: int | None,
-    sinks: jax.Array | None,
-    scale: float,
-) -> jax.Array:
+    """See `specjax.kernels.cached_attention.cached_attention`; S must be at least `BLOCK_SLOTS`. It has no derivative in reverse mode."""
     batch_size, num_rows, num_heads, head_dim = query.shape
     num_kv_heads, capacity = keys.shape[1:3]
     group_size = num_heads // num_kv_heads

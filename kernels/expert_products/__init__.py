@@ -15,7 +15,7 @@ from specjax.kernels.expert_products.grouped import expert_products_grouped
 from specjax.kernels.expert_products.reference import expert_products_reference
 from specjax.kernels.expert_products.triton_launch import ExpertTuning, expert_products_triton, serves
 from specjax.kernels.gated_unit import GatedUnit
-from specjax.kernels.measured import check_implementation, kernel_choice, where_it_fits, with_derivative_of
+from specjax.kernels.measured import check_implementation, in_place_of, kernel_choice, where_it_fits
 from specjax.kernels.shapes import ExpertShape
 
 __all__ = ["IMPLEMENTATIONS", "ExpertTuning", "expert_products", "without_kernel"]
@@ -93,9 +93,9 @@ def expert_products(
         # The loop has no derivative, and the reference gathers a copy of an expert for each pair.
         dense, triton = positional(expert_products_dense), positional(kernel)
         if implementation != "auto":
-            return with_derivative_of(dense, triton)(*arrays)
+            return in_place_of(dense, triton)(*arrays)
         if runs:
-            branches["cuda"] = with_derivative_of(dense, where_it_fits(triton, positional(_RUN[elsewhere])))
+            branches["cuda"] = in_place_of(dense, where_it_fits(triton, positional(_RUN[elsewhere])))
     return lax.platform_dependent(*arrays, **branches)
 
 

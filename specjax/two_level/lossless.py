@@ -67,9 +67,7 @@ class Lossless:
         return min(self.max_steps * step, self.max_tokens)
 
     def most_steps(self, draft_length: int, tokens_per_step: Any) -> Any:
-        """Sparse steps of a mean acceptance length that come before a dense pass at most; a number or an array, as `tokens_per_step` is."""
-        if self.max_tokens is None:
-            return self.max_steps + 0 * tokens_per_step
+        """Sparse steps of a mean acceptance length for whose tokens there is room, if no more than `max_steps`; of numbers or arrays."""
         room = self.max_provisional(draft_length) - (draft_length + 1)  # before the last of them
         return 1 + room // tokens_per_step
 

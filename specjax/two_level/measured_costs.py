@@ -46,8 +46,8 @@ class TwoLevelCosts:
         sparse_ms: A step of sparse verification.
         check_ms: The dense pass behind as many sparse steps as there may be, with what settles them.
         max_steps: Steps that it checks at most.
+        draft_length: G.
         max_tokens: Tokens that it checks at most, as in `Lossless`.
-        draft_length: G; read with `max_tokens` alone.
 
     Raises:
         ValueError: A time that is not positive: it was lost in noise.
@@ -57,8 +57,8 @@ class TwoLevelCosts:
     sparse_ms: float
     check_ms: float
     max_steps: int
+    draft_length: int
     max_tokens: int | None = None
-    draft_length: int = 0
 
     def __post_init__(self) -> None:
         require_positive(dense_ms=self.dense_ms, sparse_ms=self.sparse_ms, check_ms=self.check_ms)
@@ -80,9 +80,15 @@ class TwoLevelCosts:
         Raises:
             CostsUnknown: A time, or what is left of a cycle for its check, is not positive.
         """
-        limits: dict[str, Any] = dict(max_steps=lossless.max_steps, max_tokens=lossless.max_tokens, draft_length=draft_length)
         try:
-            return cls(dense_ms=dense_ms, sparse_ms=sparse_ms, check_ms=cycle_ms - cycle_steps * sparse_ms, **limits)
+            return cls(
+                dense_ms=dense_ms,
+                sparse_ms=sparse_ms,
+                check_ms=cycle_ms - cycle_steps * sparse_ms,
+                max_steps=lossless.max_steps,
+                draft_length=draft_length,
+                max_tokens=lossless.max_tokens,
+            )
         except ValueError as error:
             raise CostsUnknown(f"times are lost in noise: {error}") from None
 
@@ -98,8 +104,9 @@ class TwoLevelCosts:
 
     def lossless(self, *, adapt: bool = True) -> Lossless:
         """Settings that decide by these costs."""
-        limits: dict[str, Any] = dict(max_steps=self.max_steps, max_tokens=self.max_tokens)
-        return Lossless(**limits, adapt=adapt, step_cost=self.step_cost, check_cost=self.check_cost)
+        return Lossless(
+            max_steps=self.max_steps, max_tokens=self.max_tokens, adapt=adapt, step_cost=self.step_cost, check_cost=self.check_cost
+        )
 
     def _num_steps(self, tokens_per_step: float) -> range:
         """Sparse steps that a cycle may have."""
@@ -268,9 +275,7 @@ def _times(
         end(name, num_steps)
         return 1e3 * (time.perf_counter() - begin)
 
-    levels = jax.device_get(end("cycle", longest["cycle"]).statistics.levels)
-    for name in loops:
-        wall_ms(name, longest[name])
+    levels = {name: jax.device_get(end(name, longest[name]).statistics.levels) for name in loops}["cycle"]  # and all are warm
     found: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(repeats):
         for name, values in found.items():

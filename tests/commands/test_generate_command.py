@@ -125,7 +125,7 @@ def test_what_is_timed_for_two_levels_samples_as_what_runs(target: Path, tmp_pat
 
     def costs(*models: object, **given: object) -> TwoLevelCosts:
         seen.append(given["sampling"])
-        return TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=8)
+        return TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=8, draft_length=5)
 
     def stream(*models: object, **given: object) -> None:
         seen.append(given["sampling"])

@@ -27,7 +27,7 @@ SMALL = (
     "dtype=float32",
     "max_prompt_tokens=150",
 )
-COSTS = TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2)
+COSTS = TwoLevelCosts(dense_ms=4.0, sparse_ms=1.0, check_ms=5.0, max_steps=2, draft_length=2)
 # What costs are measured with, where up to three steps are asked for, and what is then decoded with.
 LOSSLESS = (Lossless(max_steps=3, adapt=False), COSTS.lossless())
 

@@ -96,6 +96,7 @@ def test_what_was_asked_for_runs_and_has_the_references_derivative(implementatio
 
     assert call(jnp.float32(1)) == expected
     assert jax.grad(call)(jnp.float32(3)) == 6
+    assert jax.jvp(call, (jnp.float32(3),), (jnp.float32(1),))[1] == 6
 
 
 def test_where_vmap_maps_a_kernel_the_reference_runs_in_its_place() -> None:

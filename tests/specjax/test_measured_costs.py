@@ -63,7 +63,7 @@ def test_costs_are_those_of_the_loops_and_settle_what_two_levels_decide(monkeypa
 
 
 def test_the_break_even_is_where_the_best_number_of_steps_begins_to_pay():
-    costs = TwoLevelCosts(dense_ms=10.0, sparse_ms=5.0, check_ms=11.0, max_steps=8)
+    costs = TwoLevelCosts(dense_ms=10.0, sparse_ms=5.0, check_ms=11.0, max_steps=8, draft_length=5)
     least = costs.break_even(tokens_per_step=3.0)
     assert least is not None
     assert costs.speedup(tokens_per_step=3.0, acceptance=least) == pytest.approx(1.0)
