@@ -98,7 +98,8 @@ class DraftModel:
         if num_speculative_tokens == 1:
             return draft_of([first]), carry[1]
         # One body for all passes but the first, which takes two tokens: G copies of a deep model take long to compile.
-        carry, others = lax.scan(draft_one, carry, jnp.stack(keys[1:]))
+        # Not `stack`: `jax.debug_key_reuse` then takes the first pass's key for one of these.
+        carry, others = lax.scan(draft_one, carry, jnp.concatenate([key[None] for key in keys[1:]]))
         picks = [first, *(jax.tree.map(lambda x, index=index: x[index], others) for index in range(num_speculative_tokens - 1))]
         return draft_of(picks), carry[1]
 

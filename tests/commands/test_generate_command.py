@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from specjax.commands.main import app
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.medusa import MedusaConfig
 from specjax.two_level import measured_costs
+from specjax.two_level.level_counts import LevelCounts
 from specjax.two_level.measured_costs import TwoLevelCosts
 from tests.drafters import write_drafter
 from tests.helpers import tiny_config
@@ -110,8 +112,11 @@ def test_a_sparse_target_that_is_checked_writes_the_dense_text_and_says_when_it_
     few = SparsityConfig(attention=SparseAttention(block_size=8, keep=0.0, dense_below=0, head_blocks=1, tail_blocks=0))
     file = tmp_path / "few.json"
     file.write_text(json.dumps(few.to_json()))
-    # Times of a few tiny steps are noise.
-    monkeypatch.setattr(measured_costs, "_times", lambda *loops: {"dense": 4.0, "sparse": 1.0, "cycle": 13.0})
+
+    def times(loops: dict[str, Any], params: Any, state: Any, *lengths: object) -> tuple[dict[str, float], LevelCounts]:
+        return {"dense": 4.0, "sparse": 1.0, "cycle": 13.0}, loops["cycle"](params, state, np.int32(1)).statistics.levels
+
+    monkeypatch.setattr(measured_costs, "_times", times)  # those of a few tiny steps are noise
     done = run(*words, "--sparsity", file, "--lossless")
     assert done.exit_code == 0, done.output
     assert done.stdout == run(*words).stdout
