@@ -8,14 +8,13 @@ committed tokens fill are scored, and the write that fills a block recomputes it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from specjax.kernels.rope_and_write import write_slots
-from specjax.models.kv_cache import KVCache
 
 
 @jax.tree_util.register_dataclass
@@ -35,11 +34,11 @@ class BlockSummaries:
     block_size: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, cache: KVCache, *, kind: str, block_size: int, layers: Collection[int]) -> BlockSummaries:
+    def of(cls, keys: Sequence[jax.Array], *, kind: str, block_size: int, layers: Collection[int]) -> BlockSummaries:
         """Of all that a cache holds; reads its keys once.
 
         Args:
-            cache: The cache; its capacity must be a multiple of `block_size`.
+            keys: Each layer's, `[B,K,S,H]`; S must be a multiple of `block_size`.
             kind: `"mean"` or `"bounds"`.
             block_size: Slots a block.
             layers: Which layers score blocks.
@@ -47,9 +46,9 @@ class BlockSummaries:
         Raises:
             ValueError: A capacity that is not whole blocks.
         """
-        if cache.capacity % block_size:
-            raise ValueError(f"a cache of {cache.capacity} slots is not whole blocks of {block_size}")
-        kept = (summarise(keys, kind, block_size) if layer in layers else () for layer, keys in enumerate(cache.keys))
+        if (capacity := keys[0].shape[2]) % block_size:
+            raise ValueError(f"a cache of {capacity} slots is not whole blocks of {block_size}")
+        kept = (summarise(x, kind, block_size) if layer in layers else () for layer, x in enumerate(keys))
         return cls(layers=tuple(kept), kind=kind, block_size=block_size)
 
     def fits(self, *, kind: str, block_size: int, layers: Collection[int]) -> bool:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-if TYPE_CHECKING:
-    from specjax.models.block_selection import Selection
-    from specjax.models.block_summaries import BlockSummaries
+from specjax.models.block_selection import Selection
+from specjax.models.block_summaries import BlockSummaries
 
 
 @jax.tree_util.register_dataclass

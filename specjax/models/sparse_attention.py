@@ -39,7 +39,7 @@ def prepare_cache(cache: KVCache, sparsity: SparsityConfig, model: ModelConfig) 
     kind, size, layers = settings.summary, settings.block_size, sparsity.choosing_layers(model)
     if cache.summaries is not None and cache.summaries.fits(kind=kind, block_size=size, layers=layers):
         return cache
-    return dataclasses.replace(cache, summaries=BlockSummaries.of(cache, kind=kind, block_size=size, layers=layers))
+    return dataclasses.replace(cache, summaries=BlockSummaries.of(cache.keys, kind=kind, block_size=size, layers=layers))
 
 
 @jax.tree_util.register_dataclass

@@ -185,7 +185,7 @@ def test_after_any_writes_and_rollbacks_the_summaries_of_full_blocks_are_those_o
     rng = np.random.default_rng(0)
     keys = jnp.asarray(rng.normal(size=(2, 2, 48, 4)), jnp.float32)
     cache = KVCache(keys=(keys,), values=(keys,), length=jnp.zeros((2,), jnp.int32))
-    cache = dataclasses.replace(cache, summaries=BlockSummaries.of(cache, kind=kind, block_size=BLOCK, layers=(0,)))
+    cache = dataclasses.replace(cache, summaries=BlockSummaries.of(cache.keys, kind=kind, block_size=BLOCK, layers=(0,)))
 
     @jax.jit
     def write(cache: KVCache, new: jax.Array) -> KVCache:
@@ -198,7 +198,7 @@ def test_after_any_writes_and_rollbacks_the_summaries_of_full_blocks_are_those_o
         # 11 rows cross up to two ends of a block; some are taken back.
         cache = write(cache, jnp.asarray(rng.normal(size=(2, 2, 11, 4)), jnp.float32))
         cache = cache.with_length(jnp.minimum(cache.length + rng.integers(0, 6, 2), 48 - 11))
-        fresh = BlockSummaries.of(cache, kind=kind, block_size=BLOCK, layers=(0,))
+        fresh = BlockSummaries.of(cache.keys, kind=kind, block_size=BLOCK, layers=(0,))
         for row, length in enumerate(cache.length.tolist()):
             for got, expected in zip(cache.summaries.layers[0], fresh.layers[0], strict=True):
                 full = length // BLOCK
@@ -228,7 +228,7 @@ def test_greedy_text_with_everything_kept_is_that_of_dense_decoding_and_the_summ
     assert reads.keep_ratio == 1
     assert reads.num_passes.sum() == output.statistics.num_steps
     cache = output.continuation.target_cache
-    fresh = BlockSummaries.of(cache, kind="mean", block_size=BLOCK, layers=(0, 1))
+    fresh = BlockSummaries.of(cache.keys, kind="mean", block_size=BLOCK, layers=(0, 1))
     for layer in range(2):
         for row, length in enumerate(cache.length.tolist()):
             got, expected = (summaries.layers[layer][0][row, :, : length // BLOCK] for summaries in (cache.summaries, fresh))
