@@ -25,6 +25,8 @@ from experiments.run import RESULTS
 
 README = REPOSITORY / "README.md"
 _BLOCK = re.compile(r"(<!-- (?P<kind>results|optional):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL)
+# Longer tables are folded: the figure and the words beside them are what most readers look for.
+_LONGEST_OPEN = 12
 _MARKER = re.compile(r"<!-- /?(?:results|optional):[\w.-]+ -->")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -165,7 +167,10 @@ def _columns(module: Any, row: dict) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    if len(rows) <= _LONGEST_OPEN:
+        return table
+    return f"<details>\n<summary>Table of {len(rows)} rows</summary>\n\n{table}\n</details>\n"
 
 
 def _cell(value: Any) -> str:

@@ -48,6 +48,18 @@ def test_a_table_is_made_between_its_markers_with_its_source(tmp_path):
     assert report.rewritten(text, tmp_path) == text
 
 
+def test_a_long_table_is_folded_and_a_short_one_is_not(tmp_path):
+    def text(num_rows):
+        (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"rows": num_rows * RESULT["rows"]}))
+        return report.rewritten(README, tmp_path)
+
+    shown = len(RESULT["rows"])
+    assert "<details>" not in text(12 // shown)
+    longer = text(12 // shown + 1)
+    assert f"<details>\n<summary>Table of {shown * (12 // shown + 1)} rows</summary>\n\n| answer |" in longer
+    assert longer.index("| all |") < longer.index("</details>") < longer.index("From [")
+
+
 def test_an_interrupted_run_is_called_one(tmp_path):
     (tmp_path / "quickstart.json").write_text(json.dumps(RESULT | {"interrupted": True}))
     assert "The run was interrupted: these are the rows that it finished." in report.rewritten(README, tmp_path)
