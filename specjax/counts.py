@@ -1,6 +1,9 @@
 """Sums of counts: of 64 bits on the host once their values are known, for what calls add up to passes 2^31.
 
 A device counts in int32 and float32, which is enough for one call. Within a traced function, or over several hosts, they stay so.
+
+Counts of a call begin with one axis, its rows. What `vmap`, `scan` or `stack` made of several calls' has more in front, whose entries
+are rows like all others: nothing but the axes behind them tells rows apart from what is counted.
 """
 
 from __future__ import annotations
@@ -19,9 +22,15 @@ def added(ours: Any, theirs: Any) -> Any:
     return jax.tree.map(lambda *pair: operator.add(*wide(*pair)), ours, theirs)
 
 
-def total(count: Any, *, axis: int | None = None, keepdims: bool = False) -> Any:
-    """The sum of an array over an axis, or over all."""
-    return wide(count)[0].sum(axis=axis, keepdims=keepdims)
+def total(count: Any, *, behind: int = 0) -> Any:
+    """The sum of an array over its rows: over all axes but the last `behind`."""
+    (count,) = wide(count)
+    return count.sum(axis=tuple(range(count.ndim - behind)))
+
+
+def one_row(counts: Any, *, row_axes: int) -> Any:
+    """A pytree of counts with the sums over rows, which the first `row_axes` axes of each leaf are, as its only row."""
+    return jax.tree.map(lambda count: total(count, behind=count.ndim - row_axes)[None], counts)
 
 
 def ratio(part: Any, whole: Any, *, otherwise: float) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.counts import added, ratio, total
+from specjax.counts import added, one_row, ratio, total
 from specjax.sparsity.attention_reads import AttentionReads
 from specjax.sparsity.pass_counts import PassCounts, TargetPass
 from specjax.two_level.level_counts import LevelCounts
@@ -24,6 +24,8 @@ from specjax.two_level.level_counts import LevelCounts
 @dataclasses.dataclass(frozen=True)
 class Statistics:
     """Counts a row; add two with `+`, over rows with the properties, both in 64 bits on the host (see `specjax.counts`).
+
+    What `vmap` or `scan` returned of several calls is counted as one with all of their rows.
 
     Attributes:
         accepted_counts: `[B,G+1]` int32: `[b, j]` is the number of steps in which row b accepted j draft tokens.
@@ -87,7 +89,7 @@ class Statistics:
         cut = num_committed <= num_accepted
         num_drafted = jnp.where(cut, num_committed, num_drafted)
         num_accepted = jnp.minimum(num_accepted, num_committed)
-        slots = jnp.arange(self.accepted_counts.shape[1])
+        slots = jnp.arange(self.accepted_counts.shape[-1])
 
         def one_hot(count: jax.Array) -> jax.Array:
             return ((count[:, None] == slots) & active[:, None]).astype(jnp.int32)
@@ -107,11 +109,8 @@ class Statistics:
 
     def __add__(self, other: Statistics) -> Statistics:
         """The sum over both runs' rows, which become one row each."""
-        if self.accepted_counts.shape[1] != other.accepted_counts.shape[1]:
-            raise ValueError(
-                "Statistics of different draft lengths do not add: "
-                f"{self.accepted_counts.shape[1] - 1} and {other.accepted_counts.shape[1] - 1}"
-            )
+        if self.draft_length != other.draft_length:
+            raise ValueError(f"Statistics of different draft lengths do not add: {self.draft_length} and {other.draft_length}")
 
         for name, what in (("attention_reads", "attention"), ("pass_counts", "passes"), ("levels", "two-level verification")):
             if (getattr(self, name) is None) != (getattr(other, name) is None):
@@ -121,7 +120,7 @@ class Statistics:
             return None if ours is None else ours.total() + theirs.total()
 
         def over_rows(ours: jax.Array, theirs: jax.Array) -> Any:
-            return added(*(total(counts, axis=0, keepdims=True) for counts in (ours, theirs)))
+            return added(*(one_row(counts, row_axes=counts.ndim - 1) for counts in (ours, theirs)))
 
         return Statistics(
             accepted_counts=over_rows(self.accepted_counts, other.accepted_counts),
@@ -135,12 +134,12 @@ class Statistics:
     @property
     def draft_length(self) -> int:
         """G."""
-        return self.accepted_counts.shape[1] - 1
+        return self.accepted_counts.shape[-1] - 1
 
     @property
     def steps_per_row(self) -> jax.Array:
         """`[B]` steps that each row took."""
-        return self.accepted_counts.sum(axis=1, dtype=jnp.int32)
+        return self.accepted_counts.sum(axis=-1, dtype=jnp.int32)
 
     @property
     def num_steps(self) -> Any:
@@ -170,7 +169,7 @@ class Statistics:
     @property
     def acceptance_histogram(self) -> Any:
         """`[G+1]` steps in which exactly j draft tokens were accepted."""
-        return total(self.accepted_counts, axis=0)
+        return total(self.accepted_counts, behind=1)
 
     @property
     def acceptance_rate_per_position(self) -> Any:
@@ -182,7 +181,7 @@ class Statistics:
         """Counts and rates as plain numbers, for printing and JSON."""
         sparse = {} if self.attention_reads is None else {"sparse_attention": self.attention_reads.summary()}
         if self.pass_counts is not None:
-            sparse |= self.pass_counts.summary(self.attention_reads, num_tokens=self.accepted_counts.shape[1])
+            sparse |= self.pass_counts.summary(self.attention_reads, num_tokens=self.draft_length + 1)
         if self.levels is not None:
             sparse["two_level"] = self.levels.summary()
         return {
@@ -200,5 +199,5 @@ class Statistics:
 
 def _num_tokens(counts: jax.Array) -> Any:
     """Of counts of steps `[B,G+1]` by their tokens."""
-    by_tokens = total(counts, axis=0)
+    by_tokens = total(counts, behind=1)
     return (by_tokens * np.arange(by_tokens.shape[0])).sum()

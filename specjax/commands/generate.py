@@ -222,7 +222,7 @@ def _print_stream(updates: Any, tokenizer: Any) -> None:
     typer.echo(f"{int(output.lengths[0])} tokens, stopped by {reason}{rate}", err=True)
     if reason == FinishReason.NONFINITE_LOGITS.name:
         typer.echo("warning: the target's logits were not finite; the text ends before them", err=True)
-    if output.statistics.accepted_counts.shape[1] > 1:
+    if output.statistics.draft_length > 0:
         _print_statistics(output.statistics)
     if output.statistics.pass_counts is not None:
         typer.echo(_sparse_line(output.statistics.summary()), err=True)

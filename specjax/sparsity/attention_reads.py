@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.counts import added, ratio, total
+from specjax.counts import added, one_row, ratio, total
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +50,11 @@ class AttentionReads:
 
     def total(self) -> AttentionReads:
         """The sum over rows, as one row."""
-        return jax.tree.map(lambda x: total(x, axis=0, keepdims=True), self)
+        return one_row(self, row_axes=self.num_passes.ndim)
 
     def __add__(self, other: AttentionReads) -> AttentionReads:
         """Row by row."""
-        ours, theirs = ((x.block_bytes, x.summary_bytes, x.blocks_read.shape[1]) for x in (self, other))
+        ours, theirs = ((x.block_bytes, x.summary_bytes, x.blocks_read.shape[-1]) for x in (self, other))
         if ours != theirs:
             raise ValueError(f"AttentionReads of different settings or models do not add: bytes and layers {ours} and {theirs}")
         return added(self, other)
@@ -67,7 +67,7 @@ class AttentionReads:
     @property
     def keep_ratio_per_layer(self) -> Any:
         """`[L]`; 1 in layers that stay dense."""
-        return ratio(total(self.blocks_read, axis=0), total(self.blocks_there, axis=0), otherwise=1.0)
+        return ratio(total(self.blocks_read, behind=1), total(self.blocks_there, behind=1), otherwise=1.0)
 
     @property
     def kv_bytes_per_pass(self) -> Any:

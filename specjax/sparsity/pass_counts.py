@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.counts import added, total
+from specjax.counts import added, one_row, total
 from specjax.sparsity.attention_reads import AttentionReads
 from specjax.sparsity.sparse_ffn import FeedForwardWork
 from specjax.sparsity.sparse_moe import ExpertWork
@@ -146,7 +146,7 @@ class PassCounts:
 
     def total(self) -> PassCounts:
         """The sum over rows, as one row."""
-        return jax.tree.map(lambda x: total(x, axis=0, keepdims=True), self)
+        return one_row(self, row_axes=self.num_passes.ndim)
 
     def __add__(self, other: PassCounts) -> PassCounts:
         """Row by row."""
@@ -224,10 +224,10 @@ class PassCounts:
         """Over passes and the layers of a kind; `otherwise` where there is none."""
         layers = self._layers(kind)
         count = {"rows": sums.row_passes, "passes": sums.passes, "sparse_passes": sums.sparse_passes}[by]
-        return float(total(sums_bl, axis=0)[np.array(layers)].mean()) / count if layers and count else otherwise
+        return float(total(sums_bl, behind=1)[np.array(layers)].mean()) / count if layers and count else otherwise
 
     def _per_layer(self, kind: str, sums_bl: jax.Array, sums: _Sums) -> list[float | None]:
-        values = total(sums_bl, axis=0) / sums.row_passes
+        values = total(sums_bl, behind=1) / sums.row_passes
         return [float(value) if kind in measured else None for value, measured in zip(values, self.measured, strict=True)]
 
     def _work(self, sums: _Sums, num_tokens: float, kept: Kept) -> PassWork:
@@ -260,7 +260,7 @@ def _sums(counts: PassCounts) -> _Sums:
 def _keys(reads: AttentionReads, model: ModelConfig) -> float:
     """The share kept in layers without a window."""
     layers = np.array([layer for layer in range(model.num_layers) if model.window(layer) is None], np.int32)
-    read, there = (float(total(x[:, layers])) for x in (reads.blocks_read, reads.blocks_there))
+    read, there = (float(total(x[..., layers])) for x in (reads.blocks_read, reads.blocks_there))
     return min(read / there, 1.0) if there else 1.0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.counts import added, ratio, total
+from specjax.counts import added, one_row, ratio, total
 from specjax.two_level.two_level_cost import break_even_dense_acceptance, two_level_speedup
 
 
@@ -45,7 +45,7 @@ class LevelCounts:
 
     def total(self) -> LevelCounts:
         """The sum over rows, as one row."""
-        return jax.tree.map(lambda x: total(x, axis=0, keepdims=True), self)
+        return one_row(self, row_axes=self.sparse_steps.ndim)
 
     def __add__(self, other: LevelCounts) -> LevelCounts:
         """Row by row."""

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import GenerateConfig, NoDraft, Statistics, speculative_generate
+from specjax import (
+    GenerateConfig,
+    Lossless,
+    NoDraft,
+    PromptLookup,
+    SparseAttention,
+    SparseFFN,
+    SparsityConfig,
+    Statistics,
+    speculative_generate,
+)
 from tests.helpers import NUM_TOKENS, greedy_text, random_prompts, replay, tiny_target
 
 
@@ -105,3 +116,26 @@ def test_nothing_drafted_gives_rates_without_a_division_by_zero() -> None:
     assert statistics.draft_acceptance_rate == 0
     assert statistics.mean_acceptance_length == 1
     assert Statistics.zeros(1, 4).mean_acceptance_length == 1
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_calls_of_a_vmap_count_as_all_of_their_rows(sparse: bool) -> None:
+    target, params = tiny_target()
+    lossless = Lossless(max_steps=2, step_cost=0.5)
+    settings = dict(attention=SparseAttention(block_size=4, keep=0.0, dense_below=0), ffn=SparseFFN(keep=0.5), lossless=lossless)
+    sparsity = SparsityConfig(**settings) if sparse else SparsityConfig()
+    config = GenerateConfig(max_new_tokens=NUM_TOKENS, num_speculative_tokens=4, sparsity=sparsity)
+    prompts = jnp.array([[5, 6, 5, 6], [7, 7, 7, 7], [1, 2, 3, 4]])
+
+    def statistics(prompt: jax.Array) -> Statistics:
+        return speculative_generate(target, params, PromptLookup(), None, prompt[None], config=config).statistics
+
+    first, second, third = map(statistics, prompts)
+    together = jax.jit(jax.vmap(statistics))(prompts)
+    assert together.accepted_counts.shape == (3, 1, 5)
+    wanted = (first + second + third).summary()
+    assert wanted["mean_acceptance_length"] > 1
+    assert jax.tree.map(pytest.approx, together.summary()) == wanted
+    assert together.steps_per_row.tolist() == [[int(x.num_steps)] for x in (first, second, third)]
+    assert (together + first).summary()["steps"] == wanted["steps"] + int(first.num_steps)
+    assert jax.tree.map(lambda x: x[0], together).summary() == first.summary(), "a single row may have lost its axis"
