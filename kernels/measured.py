@@ -1,8 +1,9 @@
 """What `implementation="auto"` means: the implementation that was measured to be the fastest for this device, dtype and shape.
 
-The measurements are `measured.json`, which `python -m experiments.run tune` fills. A device, dtype or shape that is not in it takes the
-reference, and so does a process with several devices. The choice is made while a call is traced, from static values; a model's layers are
-traced once a process, so a table that is rewritten later counts for what has other shapes or settings.
+The measurements are `measured.json`, which `python -m experiments.run tune` fills. A device or dtype that is not in it takes the reference;
+so does a shape, unless it lies between two for which the kernel is the faster, and a process with several devices. The choice is made while
+a call is traced, from static values; a model's layers are traced once a process, so a table that is rewritten later counts for what has
+other shapes or settings.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.kernels.shapes import SHAPE_TYPES, Shape, bucket
+from specjax.kernels.buckets import Bucket, between, bucket
+from specjax.kernels.shapes import SHAPE_TYPES, Shape
 from specjax.kernels.shared_memory import TooMuchSharedMemory
 from specjax.kernels.triton_call import what_is_missing
 from specjax.kernels.tuning import Tuning
 
 PATH = Path(__file__).parent / "measured.json"
 _KEYS = {"device", "op", "dtype", "shape", "implementation", "us", "reference_us"}
-Table = Mapping[tuple[Any, ...], str]
+# By device, operation and dtype, and then by rounded shape.
+Table = Mapping[tuple[str, str, str], Mapping[Bucket, str]]
 
 
 def read_table(path: Path = PATH) -> Table:
     """The fastest implementation by device, operation, dtype and rounded shape.
+
+    Of shapes that are rounded alike the one stands for all for which the kernel gains the least.
 
     Args:
         path: A JSON list of rows `{device, op, dtype, shape, implementation, us, reference_us}`; `implementation` is the fastest, with how
@@ -43,7 +48,7 @@ def read_table(path: Path = PATH) -> Table:
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, changed_ns: int) -> Table:
     del changed_ns  # a file that was rewritten is read again
-    table = {}
+    table: dict[tuple[str, str, str], dict[Bucket, tuple[float, str]]] = {}
     for row in json.loads(path.read_text(encoding="utf-8")):
         if not isinstance(row, dict) or set(row) != _KEYS:
             raise ValueError(f"{path.name}: a row must have the keys {sorted(_KEYS)}, got {row!r}")
@@ -55,12 +60,18 @@ def _read(path: Path, changed_ns: int) -> Table:
             shape = SHAPE_TYPES[row["op"]](**row["shape"])
         except TypeError as error:
             raise ValueError(f"{path.name}: {row['shape']!r} is no shape of {row['op']}: {error}") from None
-        table[row["device"], row["op"], row["dtype"], bucket(shape)] = row["implementation"]
-    return table
+        known, found = (
+            table.setdefault((row["device"], row["op"], row["dtype"]), {}),
+            (row["us"] / row["reference_us"], row["implementation"]),
+        )
+        known[bucket(shape)] = max(found, known.get(bucket(shape), found))
+    return {key: {shape: implementation for shape, (_, implementation) in known.items()} for key, known in table.items()}
 
 
 def fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -> str:
     """What the table prefers here, `"reference"` if that cannot run or is not known; never raises for want of a device or a package.
+
+    A shape that was not measured takes what its neighbours on both sides agree on: see `between`.
 
     With several devices it is the reference: arrays may be sharded, and of a kernel's arguments XLA would gather all of every one on every
     device.
@@ -79,7 +90,8 @@ def fastest(shape: Shape, dtype: Any, *, table: Table | None = None) -> str:
     devices = jax.devices()
     if len(devices) > 1:
         return "reference"
-    choice = table.get((devices[0].device_kind, shape.op, jnp.dtype(dtype).name, bucket(shape)), "reference")
+    known, own = table.get((devices[0].device_kind, shape.op, jnp.dtype(dtype).name), {}), bucket(shape)
+    choice = known[own] if own in known else between(known, own)
     return choice if choice == "reference" or what_is_missing() is None else "reference"
 
 

@@ -22,10 +22,11 @@ _QWEN_1_5B = dict(kv_heads=2, group=6, head_dim=128)
 _OLMOE = dict(kv_heads=16, group=1, head_dim=128)
 # Verification is G + 1 rows, drafting and plain decoding are one.
 ATTENTION_SHAPES = (
-    *(AttentionShape(batch=1, rows=rows, slots=slots, **_LLAMA_8B) for slots in (4096, 16384, 65536, 131072) for rows in (1, 6)),
-    *(AttentionShape(batch=8, rows=rows, slots=32768, **_LLAMA_8B) for rows in (1, 6)),
+    *(AttentionShape(batch=1, rows=rows, slots=slots, **_LLAMA_8B) for slots in (4096, 16384, 32768, 65536, 131072) for rows in (1, 6)),
+    *(AttentionShape(batch=batch, rows=rows, slots=32768, **_LLAMA_8B) for batch in (4, 8) for rows in (1, 6)),
     *(AttentionShape(batch=64, rows=rows, slots=2048, **_LLAMA_8B) for rows in (1, 6)),
-    AttentionShape(batch=1, rows=16, slots=16384, **_LLAMA_8B),
+    AttentionShape(batch=2, rows=6, slots=131072, **_LLAMA_8B),
+    *(AttentionShape(batch=1, rows=16, slots=slots, **_LLAMA_8B) for slots in (16384, 131072)),
     *(AttentionShape(batch=1, rows=rows, slots=131072, **_LLAMA_8B) for rows in (25, 49)),  # checks of four and of eight steps
     *(AttentionShape(batch=8, rows=rows, slots=32768, **_LLAMA_8B) for rows in (25, 49)),
     AttentionShape(batch=1, rows=6, slots=16384, **_QWEN_1_5B),

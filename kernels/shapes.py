@@ -5,11 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from specjax.kernels.triton_call import power_of_two
-
-# Sizes that vary with the context; see `bucket`.
-_OF_A_CACHE = ("slots", "kept_slots", "blocks", "chosen")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
@@ -126,12 +121,6 @@ class LinearShape:
         width = self.columns * (2 if self.gated else 1)
         return itemsize * (self.inner * width + self.rows * (self.inner + self.columns))
 
-    @property
-    def bucket(self) -> tuple[tuple[str, int], ...]:
-        """See `bucket`; with half steps between the powers of two."""
-        sizes = dict(rows=_rows_class(self.rows), inner=_half_step(self.inner), columns=_half_step(self.columns))
-        return tuple(sorted((sizes | dict(gated=int(self.gated), normed=int(self.normed))).items()))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryShape:
@@ -153,11 +142,6 @@ class RotaryShape:
     def moved_bytes(self, itemsize: int) -> int:
         """Bytes that must pass through memory: queries, keys and values, read and written, and the angles."""
         return self.rows * self.head_dim * (2 * itemsize * self.kv_heads * (self.group + 2) + 4)
-
-    @property
-    def bucket(self) -> tuple[tuple[str, int], ...]:
-        """See `bucket`: any number of heads costs about the same."""
-        return ("head_dim", power_of_two(self.head_dim)), ("rows", _rows_class(self.rows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,35 +260,3 @@ SHAPE_TYPES: dict[str, type[Shape]] = {
     "gathered_ffn": GatheredShape,
     "largest": LargestShape,
 }
-
-
-def bucket(shape: Shape) -> tuple[tuple[str, int | None], ...]:
-    """The key of a shape in the table, so that a measurement stands for its neighbours: sizes rounded up to a power of two.
-
-    Slots and blocks of a cache, and how many are kept, go to the nearest power instead: a call's cache is somewhat larger than its context,
-    and its attention costs what that of the measured context does.
-    """
-    if isinstance(shape, LinearShape | RotaryShape):
-        return shape.bucket
-    of_a_cache = _OF_A_CACHE if isinstance(shape, AttentionShape | SelectionShape) else ()
-    sizes = sorted(dataclasses.asdict(shape).items())
-    return tuple(
-        (name, None if size is None else _nearest_power(size) if name in of_a_cache else power_of_two(size)) for name, size in sizes
-    )
-
-
-def _nearest_power(size: int) -> int:
-    """The power of two that is the fewest times larger or smaller."""
-    above = power_of_two(size)
-    return above // 2 if 2 * size * size < above * above else above
-
-
-def _rows_class(rows: int) -> int:
-    """One row apart, since XLA has other ways for it; 2 to 8, 9 to 16, and what is padded further."""
-    return next((most for most in (1, 8, 16) if rows <= most), 64)
-
-
-def _half_step(size: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16 ... that is no smaller."""
-    above = power_of_two(size)
-    return above * 3 // 4 if above >= 4 and size <= above * 3 // 4 else above

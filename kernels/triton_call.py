@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.kernels.shared_memory import check_shared_memory
+from specjax.kernels.varying import varying_as
 
 # Their rule for dead code has another signature than JAX 0.12 calls: every `jit` around a kernel fails. 0.3.1 has none, and works.
 _WITHOUT_JAX_0_12 = ((0, 4, 0), (0, 4, 1))
@@ -77,7 +78,7 @@ def triton_call(
     options = {results: tuple(out_shapes), "grid": grid, "num_warps": num_warps, "num_stages": num_stages}
     if aliases:
         options["input_output_aliases"] = dict(aliases)
-    return tuple(jax_triton.triton_call(*arrays, kernel=function, **options, **constants))
+    return varying_as(tuple(jax_triton.triton_call(*arrays, kernel=function, **options, **constants)), arrays)
 
 
 def what_is_missing() -> str | None:

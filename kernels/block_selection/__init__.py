@@ -7,7 +7,7 @@ import functools
 import jax
 
 from specjax.kernels.block_selection.reference import block_selection_reference, top_blocks
-from specjax.kernels.block_selection.triton_launch import block_selection_triton
+from specjax.kernels.block_selection.triton_launch import block_selection_triton, why_not
 from specjax.kernels.measured import dispatch
 from specjax.kernels.shapes import SelectionShape
 
@@ -32,7 +32,7 @@ def block_selection(
     """Chooses `num_kept` blocks for each batch row and key/value head: those always kept, and the best-scored of the others.
 
     A block's score is `q · m` for its mean key m, of the query heads of a key/value head the mean or the greatest, as in `block_scores`.
-    Blocks that score alike are chosen from the first on.
+    Blocks that score alike are chosen from the first on, and those whose score is NaN before all others.
 
     Args:
         query: `[B,N,H]`, one query a row, after the rotary embedding.
@@ -66,4 +66,6 @@ def block_selection(
     options = dict(head_blocks=head_blocks, max_chosen=max_chosen, group=group)
     reference, triton = (functools.partial(choose, **options) for choose in (block_selection_reference, block_selection_triton))
     arrays = query, means, first_tail, num_there, num_kept
+    if implementation == "auto" and why_not(query, means) is not None:
+        return reference(*arrays)
     return dispatch(implementation, SelectionShape(**sizes), means.dtype, triton=triton, reference=reference, arrays=arrays)

@@ -50,6 +50,8 @@ def score_and_choose(
             score = tl.sum(tl.where(is_member[:, None], products, 0.0), axis=0) / GROUP  # padding times infinity is NaN
         else:
             score = tl.max(tl.where(is_member[:, None], products, float("-inf")), axis=0)
+            is_nan = is_member[:, None] & (products != products)  # which a maximum passes over
+            score = tl.where(tl.max(is_nan.to(tl.int32), axis=0) > 0, float("nan"), score)
         tl.store(scores + head * NUM_BLOCKS + block, score, mask=block < there)
     tl.debug_barrier()  # every thread sees what the others have stored
 
@@ -59,6 +61,7 @@ def score_and_choose(
     # The order of float32 is that of these integers, which are then made unsigned.
     bits = score.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    ordered = tl.where(score != score, 4294967294, ordered)  # a NaN stands above all numbers, whatever its bits
     is_forced = (block < HEAD_BLOCKS) | (block >= tl.load(first_tail + batch))
     ordered = tl.where(is_forced, 4294967295, ordered)
     ordered = tl.where(is_there, ordered, -1)

@@ -9,11 +9,28 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax.kernels.shared_memory import shared_bytes_there
 from specjax.kernels.triton_call import power_of_two, triton_call
 
 MAX_BLOCKS = 16384
 _MAX_GROUP = 16
+_MAX_IN_FLIGHT = 7  # tiles
+_SHARED_BYTES = 163 * 1024  # an A100's, where a device does not say
+_BESIDE_TILES = 20 * 1024  # for queries, and what threads exchange
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def why_not(query: jax.Array, means: jax.Array) -> str | None:
+    """What the kernel was not written for, as a sentence, or `None`."""
+    if query.dtype not in _DTYPES or means.dtype not in _DTYPES:
+        return f"implementation 'triton' needs 16- or 32-bit floats, got {query.dtype} and {means.dtype}"
+    (_, num_heads, head_dim), (_, num_kv_heads, num_blocks, _) = query.shape, means.shape
+    if 16 <= head_dim <= 256 and num_blocks <= MAX_BLOCKS and num_heads // num_kv_heads <= _MAX_GROUP:
+        return None
+    return (
+        f"implementation 'triton' needs H from 16 to 256, up to {MAX_BLOCKS} blocks and up to {_MAX_GROUP} query heads a key/value head, "
+        f"got {head_dim}, {num_blocks} and {num_heads // num_kv_heads}"
+    )
 
 
 def block_selection_triton(
@@ -30,17 +47,13 @@ def block_selection_triton(
     """See `specjax.kernels.block_selection.block_selection`.
 
     Raises:
-        ValueError: Sizes or dtypes that the kernel was not written for, or no device or package to run it.
+        ValueError: What `why_not` says, or no device or package to run it.
     """
+    refused = why_not(query, means)
+    if refused is not None:
+        raise ValueError(f"block_selection: {refused}")
     batch_size, num_kv_heads, num_blocks, head_dim = means.shape
     group_size = query.shape[1] // num_kv_heads
-    if query.dtype not in _DTYPES or means.dtype not in _DTYPES:
-        raise ValueError(f"block_selection: 'triton' needs 16- or 32-bit floats, got {query.dtype} and {means.dtype}")
-    if not (16 <= head_dim <= 256 and num_blocks <= MAX_BLOCKS and group_size <= _MAX_GROUP):
-        raise ValueError(
-            f"block_selection: 'triton' needs H from 16 to 256, up to {MAX_BLOCKS} blocks and up to {_MAX_GROUP} query heads "
-            f"a key/value head, got {head_dim}, {num_blocks} and {group_size}"
-        )
     shapes = [(batch_size, num_kv_heads, max_chosen), (batch_size, num_kv_heads)]
     out_shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     out_shapes.append(jax.ShapeDtypeStruct(means.shape[:3], jnp.float32))  # the scores, on their way from tiles to one vector
@@ -49,7 +62,11 @@ def block_selection_triton(
         HEAD_BLOCKS=head_blocks, IS_MEAN=group == "mean", BLOCK_J=64 if head_dim <= 128 else 32, BLOCK_H=power_of_two(head_dim)
     )
     constants |= dict(BLOCK_NB=power_of_two(num_blocks), BLOCK_C=power_of_two(max_chosen))
-    columns, stages, itemsize = constants["BLOCK_H"], 3, max(query.dtype.itemsize, means.dtype.itemsize)
+    columns, block_j, itemsize = constants["BLOCK_H"], constants["BLOCK_J"], max(query.dtype.itemsize, means.dtype.itemsize)
+    tile_bytes = itemsize * columns * block_j
+    # A program is alone on its multiprocessor: nothing but its own tiles in flight, one fewer than stages, hides how late memory answers.
+    fitting = ((shared_bytes_there(jax.devices()[0]) or _SHARED_BYTES) - _BESIDE_TILES) // tile_bytes
+    stages = 1 + min(_MAX_IN_FLIGHT, -(-num_blocks // block_j), fitting)
     block_ids, counts, _ = triton_call(
         "block_selection",
         "score_and_choose",
@@ -63,6 +80,6 @@ def block_selection_triton(
         constants=constants,
         num_warps=8 if num_blocks > 1024 else 4,
         num_stages=stages,
-        shared_bytes=itemsize * columns * (stages * constants["BLOCK_J"] + _MAX_GROUP) + 8 * constants["BLOCK_NB"],
+        shared_bytes=stages * tile_bytes + itemsize * columns * _MAX_GROUP + 8 * constants["BLOCK_NB"],
     )
     return block_ids, counts

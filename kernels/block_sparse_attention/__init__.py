@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from specjax.kernels.block_sparse_attention.reference import block_sparse_attention_reference
-from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention, serves
+from specjax.kernels.few_row_attention import ListedBlocks, TuningConfig, few_row_attention, serves, why_not
 from specjax.kernels.grouped_attention import check_attention
 from specjax.kernels.measured import dispatch
 from specjax.kernels.shapes import AttentionShape
@@ -77,7 +77,7 @@ def block_sparse_attention(
         return few_row_attention(q, k, v, length, scale=scale, step_mask=mask, listed=listed, tuning=tuning)
 
     arrays = query, keys, values, length, ListedBlocks(block_ids, num_blocks, row_mask, block_size=block_size), step_mask
-    if not serves(query.shape, keys.shape[1]):
+    if not serves(query.shape, keys.shape[1]) or (implementation == "auto" and why_not(query, keys, values) is not None):
         return reference(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape, kept_slots=block_ids.shape[2] * block_size, block_size=block_size)
     return dispatch(implementation, shape, keys.dtype, triton=triton, tuning=TuningConfig, reference=reference, arrays=arrays)

@@ -9,7 +9,7 @@ import jax
 
 from specjax.kernels.cached_attention.blocked import blocked_attention, is_long
 from specjax.kernels.cached_attention.reference import cached_attention_reference
-from specjax.kernels.few_row_attention import TuningConfig, few_row_attention, serves
+from specjax.kernels.few_row_attention import TuningConfig, few_row_attention, serves, why_not
 from specjax.kernels.grouped_attention import check_attention
 from specjax.kernels.measured import dispatch, with_derivative_of
 from specjax.kernels.shapes import AttentionShape
@@ -70,5 +70,7 @@ def cached_attention(
     if not serves(query.shape, keys.shape[1]):
         is_blocked = is_long(query.shape[1], keys.shape[2])
         return (with_derivative_of(reference, positional(blocked_attention)) if is_blocked else reference)(*arrays)
+    if implementation == "auto" and why_not(query, keys, values) is not None:
+        return reference(*arrays)
     shape = AttentionShape.of(query.shape, keys.shape)
     return dispatch(implementation, shape, keys.dtype, triton=triton, tuning=TuningConfig, reference=reference, arrays=arrays)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.kernels.grouped_attention import attention_scores, visible_offsets, weighted_values
+from specjax.kernels.varying import varying_as
 
 # Scores of a chunk of 512 rows of 12 heads take 50 MB in float32: what an H200's L2 holds.
 BLOCK_SLOTS = 2048
@@ -67,5 +68,6 @@ def blocked_attention(
     else:  # a score without a value
         largest = total + sinks.astype(jnp.float32).reshape(num_kv_heads, group_size, 1, 1)
         total = total + 1
-    _, total, summed = lax.fori_loop(first // BLOCK_SLOTS, -(-last // BLOCK_SLOTS), add_block, (largest, total, summed))
+    sums = varying_as((largest, total, summed), query, keys, values, length, step_mask, sinks)
+    _, total, summed = lax.fori_loop(first // BLOCK_SLOTS, -(-last // BLOCK_SLOTS), add_block, sums)
     return (summed / total).transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)

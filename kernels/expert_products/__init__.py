@@ -15,7 +15,7 @@ from specjax.kernels.expert_products.grouped import expert_products_grouped
 from specjax.kernels.expert_products.reference import expert_products_reference
 from specjax.kernels.expert_products.triton_launch import ExpertTuning, expert_products_triton, serves
 from specjax.kernels.gated_unit import GatedUnit
-from specjax.kernels.measured import check_implementation, in_place_of, kernel_choice, where_it_fits
+from specjax.kernels.measured import check_implementation, in_place_of, kernel_choice, where_it_fits, with_derivative_of
 from specjax.kernels.shapes import ExpertShape
 
 __all__ = ["IMPLEMENTATIONS", "ExpertTuning", "expert_products", "without_kernel"]
@@ -55,8 +55,7 @@ def expert_products(
             (more, such as a prefill's, are those of `"auto"` without it) and a `GatedUnit` as activation, and `"triton@..."` also says how
             its work is cut; see `ExpertTuning`. `"auto"` takes what is fastest: on a CPU `grouped` (for few bfloat16 rows
             `reference`), elsewhere `triton` where it was measured to be (see `specjax.kernels.measured`), or else `reference` for few rows
-            and `dense` for more. `"grouped"` has no reverse-mode derivative, for its loop's length depends on what was chosen, and so
-            neither has `"auto"`; the others have.
+            and `dense` for more. The derivative of `"grouped"` and `"triton"` is that of `"dense"`, which runs every expert.
         may_skip: Static: some of `experts` may be E. Such a choice adds nothing, whatever its weight; `"grouped"` and `"triton"` spend
             nothing on it, `"reference"` and `"dense"` as much as on any other.
 
@@ -81,21 +80,24 @@ def expert_products(
 
         return run
 
-    if implementation in _RUN:
-        return positional(_RUN[implementation])(*arrays)
+    # The loop has no derivative, and the reference gathers a copy of an expert for each pair.
+    dense = positional(expert_products_dense)
+    run = {name: positional(products) for name, products in _RUN.items()}
+    run["grouped"] = with_derivative_of(dense, run["grouped"])
+    if implementation in run:
+        return run[implementation](*arrays)
     elsewhere = without_kernel(experts.size, gate_up.shape[0])
     # On a CPU the loop is the faster for any number of rows, but XLA of JAX 0.10 converts bfloat16 experts to float32 for it, all of them.
     on_cpu = "reference" if elsewhere == "reference" and x.dtype != jnp.float32 else "grouped"
-    branches = {"cpu": positional(_RUN[on_cpu]), "default": positional(_RUN[elsewhere])}
+    branches = {"cpu": run[on_cpu], "default": run[elsewhere]}
     if serves(experts.shape) and (implementation != "auto" or isinstance(activation, GatedUnit)):
         runs, cut = kernel_choice(implementation, ExpertShape.of(experts.shape, gate_up.shape), gate_up.dtype)
         kernel = functools.partial(expert_products_triton, tuning=ExpertTuning.of_text(cut) if cut else None)
-        # The loop has no derivative, and the reference gathers a copy of an expert for each pair.
-        dense, triton = positional(expert_products_dense), positional(kernel)
+        triton = positional(kernel)
         if implementation != "auto":
             return in_place_of(dense, triton)(*arrays)
         if runs:
-            branches["cuda"] = in_place_of(dense, where_it_fits(triton, positional(_RUN[elsewhere])))
+            branches["cuda"] = in_place_of(dense, where_it_fits(triton, run[elsewhere]))
     return lax.platform_dependent(*arrays, **branches)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.kernels.precision import full_precision
+from specjax.kernels.varying import varying_as
 
 _LARGEST_BLOCK = 128
 
@@ -69,7 +70,7 @@ def expert_products_grouped(
             result = result + down_bias[expert].astype(x.dtype)
         return index + 1, lax.dynamic_update_slice_in_dim(out, result, index * block, axis=0)
 
-    empty = jnp.zeros((max_blocks * block, width), x.dtype)
+    empty = varying_as(jnp.zeros((max_blocks * block, width), x.dtype), x, experts, gate_up, gate_up_bias, down, down_bias)
     _, results = lax.while_loop(lambda carry: carry[0] < last_block[-1], run_block, (jnp.int32(0), empty))
     picked = results[slot_of_pair].reshape(num_rows, num_choices, width)
     weighted = picked.astype(jnp.float32) * weights[:, :, None]

@@ -12,8 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _leads(experts, pair, expert, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
-    """How many earlier pairs chose the same expert, and whether this one is the first of a block of BLOCK_M of them."""
+def _leads(experts, pair, expert, NUM_EXPERTS: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
+    """How many earlier pairs chose the same expert, and whether this one is the first of a block of BLOCK_M of them.
+
+    Of one row every pair is a block by itself, and nothing is looked up.
+    """
+    if ONE_ROW:
+        return pair * 0, (expert >= 0) & (expert < NUM_EXPERTS)
     other = tl.arange(0, BLOCK_P)
     chosen = tl.load(experts + other, mask=other < pair, other=-1)
     before = tl.sum((chosen == expert).to(tl.int32), axis=0)
@@ -21,10 +26,12 @@ def _leads(experts, pair, expert, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def _block_of(experts, expert, before, NUM_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
-    """The block's pairs, in their order, and how many slots hold one."""
+def _block_of(experts, pair, expert, before, NUM_PAIRS: tl.constexpr, ONE_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The pairs of the block that begins at `pair`, in their order, and which slots hold one."""
     CHUNK: tl.constexpr = 64 if BLOCK_P > 64 else BLOCK_P
     slot = tl.arange(0, BLOCK_M)
+    if ONE_ROW:
+        return slot * 0 + pair, slot == 0
     pairs = tl.zeros([BLOCK_M], tl.int32)
     seen = before * 0
     for start in range(0, NUM_PAIRS, CHUNK):
@@ -61,9 +68,9 @@ def gate_and_up(
     """BLOCK_N channels for the block of pairs that begins at one pair; nothing where no block does."""
     first = tl.program_id(1)
     expert = tl.load(experts + first)
-    before, leads = _leads(experts, first, expert, NUM_EXPERTS, BLOCK_M, BLOCK_P)
+    before, leads = _leads(experts, first, expert, NUM_EXPERTS, NUM_PAIRS == NUM_CHOICES, BLOCK_M, BLOCK_P)
     if leads:
-        pairs, is_pair = _block_of(experts, expert, before, NUM_PAIRS, BLOCK_M, BLOCK_P)
+        pairs, is_pair = _block_of(experts, first, expert, before, NUM_PAIRS, NUM_PAIRS == NUM_CHOICES, BLOCK_M, BLOCK_P)
         channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_channel = channel < FFN
         row_offsets = (pairs // NUM_CHOICES)[:, None] * WIDTH
@@ -102,7 +109,8 @@ def weighted_down(
     weights,  # [E,F,O]
     bias,  # [E,O]; read where HAS_BIAS
     out,  # [M,C,O] float32; not written where a pair has no expert
-    NUM_PAIRS: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,  # M C
+    NUM_CHOICES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     FFN: tl.constexpr,
     WIDTH: tl.constexpr,  # O
@@ -115,9 +123,9 @@ def weighted_down(
     """BLOCK_N outputs for the block of pairs that begins at one pair; nothing where no block does."""
     first = tl.program_id(1)
     expert = tl.load(experts + first)
-    before, leads = _leads(experts, first, expert, NUM_EXPERTS, BLOCK_M, BLOCK_P)
+    before, leads = _leads(experts, first, expert, NUM_EXPERTS, NUM_PAIRS == NUM_CHOICES, BLOCK_M, BLOCK_P)
     if leads:
-        pairs, is_pair = _block_of(experts, expert, before, NUM_PAIRS, BLOCK_M, BLOCK_P)
+        pairs, is_pair = _block_of(experts, first, expert, before, NUM_PAIRS, NUM_PAIRS == NUM_CHOICES, BLOCK_M, BLOCK_P)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = column < WIDTH
         matrix = weights + expert.to(tl.int64) * (FFN * WIDTH)

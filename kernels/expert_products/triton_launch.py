@@ -111,7 +111,7 @@ def expert_products_triton(
     if tuning is None:
         tuning = default_tuning(num_rows=num_rows, itemsize=gate_up.dtype.itemsize)
     num_pairs = experts.size
-    sizes: dict[str, Any] = dict(NUM_PAIRS=num_pairs, NUM_EXPERTS=num_experts, FFN=ffn, BLOCK_D=tuning.depth)
+    sizes: dict[str, Any] = dict(NUM_PAIRS=num_pairs, NUM_CHOICES=num_choices, NUM_EXPERTS=num_experts, FFN=ffn, BLOCK_D=tuning.depth)
     # No more rows than that choose one expert, if none chooses it twice: each expert's weights are then read by one block.
     sizes |= dict(BLOCK_M=padded(num_rows), BLOCK_P=power_of_two(num_pairs))
     options: dict[str, Any] = dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
@@ -127,7 +127,7 @@ def expert_products_triton(
         unread if gate_up_bias is None else gate_up_bias,
         out_shapes=[jax.ShapeDtypeStruct((num_rows, num_choices, ffn), x.dtype)],
         grid=(-(-ffn // tuning.channels), num_pairs),
-        constants=sizes | clamp | dict(NUM_CHOICES=num_choices, WIDTH=width, HAS_BIAS=gate_up_bias is not None, BLOCK_N=tuning.channels),
+        constants=sizes | clamp | dict(WIDTH=width, HAS_BIAS=gate_up_bias is not None, BLOCK_N=tuning.channels),
         **options,
     )
     (parts,) = triton_call(

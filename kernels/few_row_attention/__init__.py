@@ -100,45 +100,49 @@ def serves(query_shape: tuple[int, ...], num_kv_heads: int) -> bool:
     return query_shape[1] <= MAX_ROWS and query_shape[1] * query_shape[2] // num_kv_heads <= MAX_PACKED_ROWS
 
 
-def check_supported(query: jax.Array, keys: jax.Array) -> None:
-    """Refuses what the kernels were not written for.
+def why_not(query: jax.Array, keys: jax.Array, values: jax.Array) -> str | None:
+    """What the kernels were not written for, as a sentence, or `None`.
 
     Args:
         query: `[B,T,N,H]`.
         keys: `[B,K,S,H]`.
-
-    Raises:
-        ValueError: Dtypes that differ or are not supported, or a head size out of range.
+        values: `[B,K,S,H]`.
     """
-    if query.dtype != keys.dtype or query.dtype not in _DTYPES:
+    if not (query.dtype == keys.dtype == values.dtype) or query.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
-        raise ValueError(f"implementation 'triton' needs query and cache of one dtype, of {names}; got {query.dtype} and {keys.dtype}")
+        dtypes = f"{query.dtype}, {keys.dtype} and {values.dtype}"
+        return f"implementation 'triton' needs query, keys and values of one dtype, of {names}; got {dtypes}"
     if not 16 <= query.shape[3] <= 256:
-        raise ValueError(f"implementation 'triton' needs a head size H from 16 to 256, got {query.shape[3]}")
+        return f"implementation 'triton' needs a head size H from 16 to 256, got {query.shape[3]}"
+    return None
 
 
-def default_tuning(*, packed_rows: int, num_heads: int, num_slots: int, slot_bytes: int, is_listed: bool) -> TuningConfig:
+def default_tuning(*, packed_rows: int, num_heads: int, num_slots: int, head_dim: int, itemsize: int, is_listed: bool) -> TuningConfig:
     """Enough parts to keep an H200 busy, and no more than there are tiles.
 
     Args:
         packed_rows: T N / K.
         num_heads: B K.
         num_slots: Most slots that may be read: of the cache, of the listed blocks, or in the window.
-        slot_bytes: Bytes of a key, H numbers.
+        head_dim: H.
+        itemsize: Bytes of a number of the cache.
         is_listed: Whether blocks are listed.
     """
+    # Products of float32 are sums in registers: more rows or fewer warps than these spill.
+    is_wide = itemsize > 2
+    block_rows = 16 if is_wide else TuningConfig.block_rows
     block_slots = 64
-    while (
-        block_slots > 16 and block_slots * slot_bytes > 16384
-    ):  # keys and values of two tiles, and the queries, fit a multiprocessor twice
+    # Keys and values of two tiles, and the queries, fit a multiprocessor twice.
+    while block_slots > 16 and block_slots * head_dim * itemsize > 16384:
         block_slots //= 2
-    programs = num_heads * -(-packed_rows // TuningConfig.block_rows)  # without parts
+    programs = num_heads * -(-packed_rows // block_rows)  # without parts
     wanted = max(1, min(_PROGRAMS // programs, -(-num_slots // block_slots), 128))
     return TuningConfig(
         parts=1 << (wanted.bit_length() - 1),  # the power of two at or below
         block_slots=block_slots,
-        num_warps=8 if packed_rows > 64 else 4,
+        num_warps=8 if is_wide or packed_rows > 64 else 4,
         num_stages=5 if is_listed else 3,  # two tiles in flight: of an indirect load Triton halves the stages
+        block_rows=block_rows,
     )
 
 
@@ -173,9 +177,11 @@ def few_row_attention(
         `[B,T,N,H]` in the dtype of `query`.
 
     Raises:
-        ValueError: What `check_supported` refuses, more rows than `serves` allows, or no device or package to run it.
+        ValueError: What `why_not` says, more rows than `serves` allows, or no device or package to run it.
     """
-    check_supported(query, keys)
+    refused = why_not(query, keys, values)
+    if refused is not None:
+        raise ValueError(f"few_row_attention: {refused}")
     if not serves(query.shape, keys.shape[1]):
         raise ValueError(f"few_row_attention is for up to {MAX_ROWS} rows ({MAX_PACKED_ROWS} times N / K), got queries {query.shape}")
     batch_size, num_rows, num_query_heads, head_dim = query.shape
@@ -190,7 +196,8 @@ def few_row_attention(
             packed_rows=packed_rows,
             num_heads=batch_size * num_kv_heads,
             num_slots=num_slots,
-            slot_bytes=head_dim * keys.dtype.itemsize,
+            head_dim=head_dim,
+            itemsize=keys.dtype.itemsize,
             is_listed=listed is not None,
         )
 

@@ -41,6 +41,7 @@ def multiply_strip(
     COLUMN_UNIT: tl.constexpr,
     RAGGED: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
+    READ_AHEAD: tl.constexpr,  # of one row a tile's numbers are less than 4 bytes a thread, too few for an asynchronous copy
     STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,  # one without tensor cores
     BLOCK_D: tl.constexpr,
@@ -70,9 +71,10 @@ def multiply_strip(
         sums = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
         up_sums = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
         squared = tl.zeros([BLOCK_D], tl.float32)
-        ahead = first * BLOCK_D + steps
-        row_ahead = tl.load(x + ahead, mask=ahead < inner, other=0.0)
-        gain_ahead = tl.load(scale + ahead, mask=ahead < inner, other=0.0) if NORMED else row_ahead
+        if READ_AHEAD:
+            ahead = first * BLOCK_D + steps
+            row_ahead = tl.load(x + ahead, mask=ahead < inner, other=0.0)
+            gain_ahead = tl.load(scale + ahead, mask=ahead < inner, other=0.0) if NORMED else row_ahead
     for tile in tl.range(first, last, num_stages=STAGES):
         inside_steps = tile * BLOCK_D + steps < inner
         inside = inside_steps[:, None] & is_column[None, :]
@@ -90,11 +92,14 @@ def multiply_strip(
                 w_up = _load(strip_weight + width + w_offsets, inside, RAGGED)
                 up_sums = tl.dot(a, w_up, up_sums, input_precision="ieee")
         else:
-            row, gain = row_ahead.to(tl.float32), gain_ahead.to(tl.float32)
-            # The next tile's numbers are two bytes a thread, too few for an asynchronous copy: they are asked for a tile ahead instead.
-            ahead = (tile + 1) * BLOCK_D + steps
-            row_ahead = tl.load(x + ahead, mask=ahead < inner, other=0.0)
-            gain_ahead = tl.load(scale + ahead, mask=ahead < inner, other=0.0) if NORMED else row_ahead
+            if READ_AHEAD:
+                row, gain = row_ahead.to(tl.float32), gain_ahead.to(tl.float32)
+                ahead = (tile + 1) * BLOCK_D + steps
+                row_ahead = tl.load(x + ahead, mask=ahead < inner, other=0.0)
+                gain_ahead = tl.load(scale + ahead, mask=ahead < inner, other=0.0) if NORMED else row_ahead
+            else:
+                row = _load(x + tile * BLOCK_D + steps, inside_steps, RAGGED).to(tl.float32)
+                gain = _load(scale + tile * BLOCK_D + steps, inside_steps, RAGGED).to(tl.float32) if NORMED else row
             if NORMED:
                 squared += row * row
                 row *= gain

@@ -23,6 +23,8 @@ MAX_ROWS = 64
 _DTYPES = (jnp.bfloat16, jnp.float32)
 # Multiples of it are known to the compiler, which then loads 16 bytes at a time.
 _UNIT = 16
+_WARP = 32  # threads
+_MULTIPROCESSORS = 132  # of an H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ class LinearTuning(Tuning):
     def shared_bytes(self, *, num_rows: int, itemsize: int, gated: bool) -> int:
         """An upper bound of a program's shared memory: tiles in flight, and the sums that its threads exchange."""
         width = self.block_n * (2 if gated else 1)
-        tile = self.block_d * (width + self.padded(num_rows)) * itemsize
+        tile = self.block_d * (width + self.padded(num_rows) + 1) * itemsize  # one for the norm's scale
         return self.num_stages * tile + 4 * width * max(self.padded(num_rows), self.num_warps)
 
     def padded(self, num_rows: int) -> int:
@@ -59,17 +61,22 @@ class LinearTuning(Tuning):
         return max(16, power_of_two(num_rows)) if self.tensor_cores else 1
 
 
-def default_tuning(*, num_rows: int, num_columns: int, itemsize: int, gated: bool) -> LinearTuning:
-    """About four tiles of 8 KB in flight a program, and two programs for each of an H200's 132 multiprocessors where the columns suffice.
+def default_tuning(*, num_rows: int, inner: int, num_columns: int, itemsize: int, gated: bool) -> LinearTuning:
+    """About four tiles of 8 KB in flight a program, and two programs for each of an H200's multiprocessors where the columns suffice.
+
+    Where they do not, and one row needs no tensor cores, tiles are twice as deep: x then comes by asynchronous copies, as the weight does.
 
     Args:
         num_rows: M.
+        inner: D.
         num_columns: N.
         itemsize: Bytes of a weight.
         gated: Whether a program reads two strips.
     """
-    block_n = 64 if num_columns >= 64 * 264 else 32
+    block_n = 64 if num_columns >= 64 * 2 * _MULTIPROCESSORS else 32
     block_d = 8192 // (block_n * itemsize * (2 if gated else 1))
+    if num_rows == 1 and not gated and num_columns < 64 * _MULTIPROCESSORS and inner % (2 * block_d) == 0:  # a ragged tile costs more
+        block_d *= 2
     return LinearTuning(block_d=block_d, block_n=block_n, num_warps=4, num_stages=5, parts=1, tensor_cores=int(num_rows > 1))
 
 
@@ -104,7 +111,7 @@ def few_row_linear_triton(
         raise ValueError(f"few_row_linear: {refused}")
     (num_rows, inner), width = x.shape, weight.shape[-1]
     if tuning is None:
-        tuning = default_tuning(num_rows=num_rows, num_columns=width, itemsize=weight.dtype.itemsize, gated=gated)
+        tuning = default_tuning(num_rows=num_rows, inner=inner, num_columns=width, itemsize=weight.dtype.itemsize, gated=gated)
     if num_rows > 1 and not tuning.tensor_cores:
         raise ValueError(f"few_row_linear: a tuning without tensor cores is for one row, got {num_rows} rows")
     rows = x.x if isinstance(x, Normed) else x
@@ -136,6 +143,7 @@ def few_row_linear_triton(
             COLUMN_UNIT=column_unit,
             RAGGED=bool(inner % tuning.block_d or width % tuning.block_n),
             TENSOR_CORES=bool(tuning.tensor_cores),
+            READ_AHEAD=tuning.block_d * weight.dtype.itemsize < 4 * _WARP * tuning.num_warps,
             STAGES=tuning.num_stages,
             BLOCK_M=tuning.padded(num_rows),
             BLOCK_D=tuning.block_d,

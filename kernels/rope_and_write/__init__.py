@@ -34,13 +34,15 @@ def rope_and_write(
         Query `[B,T,N,H]`, and the updated keys and values.
 
     Raises:
-        ValueError: Shapes that disagree, an unknown implementation, or one that cannot run here.
+        ValueError: Shapes that disagree, more new rows than slots, an unknown implementation, or one that cannot run here.
     """
     check_implementation("rope_and_write", implementation, IMPLEMENTATIONS)
     batch, num_rows, num_kv_heads, both, head_dim = heads.qkv.shape
     cached = batch, num_kv_heads, keys.shape[2], head_dim
     if keys.shape != cached or values.shape != cached:
         raise ValueError(f"rope_and_write: qkv [B,T,K,N/K+2,H] = {heads.qkv.shape} does not fit caches {keys.shape} and {values.shape}")
+    if num_rows > keys.shape[2]:
+        raise ValueError(f"rope_and_write: {num_rows} new rows do not fit a cache of {keys.shape[2]} slots")
     arrays = heads, keys, values, start
     if not 0 < batch * num_rows <= MAX_ROWS or (implementation == "auto" and why_not(heads, keys, values) is not None):
         return rope_and_write_reference(*arrays)

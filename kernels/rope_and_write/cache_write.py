@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.kernels.varying import varying_as
+
 # Above this many rows one scatter is cheaper than a dynamic_update_slice a row (each is a kernel launch on a GPU).
 _MAX_UNROLLED_ROWS = 8
 
@@ -79,4 +81,5 @@ def _write_in_loop(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Ar
         row, cache = carry
         return row + 1, _write_row(cache, lax.dynamic_slice_in_dim(new, row, 1), row, start[row])
 
+    cache = varying_as(cache, new, start)
     return lax.while_loop(lambda carry: carry[0] < num_rows, write, (jnp.int32(0), cache))[1]

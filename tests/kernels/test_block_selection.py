@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from specjax.kernels.block_selection import block_selection
+from specjax.kernels.block_selection.triton_launch import block_selection_triton
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
 HEAD_BLOCKS = 1
@@ -93,6 +95,59 @@ def test_infinite_and_negative_scores_are_ordered_too() -> None:
         with interpreted():
             got = block_selection(query, means, *sizes, head_blocks=0, max_chosen=6, implementation="triton")
         assert as_lists(got) == [[expected]]
+
+
+@needs_triton
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_blocks_whose_mean_key_is_nan_are_chosen_so_that_the_fault_shows(group: str) -> None:
+    query, means, first_tail, there, kept = case(num_blocks=40, group=2)
+    means = means.at[2, 0, 11, 5].set(jnp.nan).at[2, 1, 38, 0].set(jnp.nan)
+    options = dict(head_blocks=HEAD_BLOCKS, max_chosen=15, group=group)
+    with interpreted():
+        got = as_lists(block_selection(query, means, first_tail, there, kept, **options, implementation="triton"))
+        faulty = query.at[2, 0].set(jnp.nan)  # of one head of two
+        of_query = as_lists(block_selection(faulty, means, first_tail, there, kept, **options, implementation="triton"))
+    assert got == as_lists(block_selection(query, means, first_tail, there, kept, **options, implementation="reference"))
+    assert 11 in got[2][0]
+    assert 38 in got[2][1]
+    assert of_query[2] == [[*range(11), 38, 39], got[2][1]]  # all alike, behind those that are always kept
+
+
+def test_what_the_kernel_was_not_written_for_is_refused_and_auto_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specjax.kernels.measured.fastest", lambda shape, dtype: "triton")
+    options = dict(head_blocks=1, max_chosen=5)
+    for group, head_dim, message in ((2, 8, "H from 16 to 256.* got 8, 9 and 2"), (17, 16, "up to 16 query heads .* got 16, 9 and 17")):
+        arrays = case(num_blocks=9, group=group, head_dim=head_dim)
+        with pytest.raises(ValueError, match=message):
+            block_selection(*arrays, **options, implementation="triton")
+        traced = jax.jit(lambda arrays=arrays: block_selection(*arrays, **options)).trace()
+        assert "triton" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "num_blocks", "stages"),
+    [
+        ("9.0", jnp.bfloat16, 2048, 8),
+        ("9.0", jnp.bfloat16, 256, 5),
+        ("9.0", jnp.float32, 2048, 7),
+        ("8.9", jnp.bfloat16, 2048, 5),
+        ("7.5", jnp.float32, 2048, 2),
+    ],
+)
+def test_as_many_tiles_are_in_flight_as_there_are_and_fit(
+    capability: str, dtype: Any, num_blocks: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[dict[str, Any]] = []
+
+    def launch(*_: Any, out_shapes: Any, **options: Any) -> list[jax.Array]:
+        launched.append(options)
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in out_shapes]
+
+    monkeypatch.setattr("specjax.kernels.block_selection.triton_launch.triton_call", launch)
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    arrays = jnp.zeros((1, 32, 128), dtype), jnp.zeros((1, 8, num_blocks, 128), dtype), *(jnp.zeros(1, jnp.int32) for _ in range(3))
+    jax.eval_shape(lambda: block_selection_triton(*arrays, head_blocks=1, max_chosen=32, group="mean"))
+    assert [options["num_stages"] for options in launched] == [stages]
 
 
 def test_wrong_shapes_and_sizes_are_refused() -> None:

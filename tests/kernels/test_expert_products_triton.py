@@ -74,6 +74,10 @@ def test_rows_that_choose_alike_or_apart_are_all_served() -> None:
     # One expert in every choice, which no router makes: 27 pairs of it are two blocks.
     more = case(rows=9, width=16, ffn=16)
     check(more | {"experts": jnp.full((9, 3), 2, jnp.int32)})
+    # One row looks nothing up: each choice is a block by itself, that of no expert none at all.
+    one = case(rows=1, width=16, ffn=16, biases=True)
+    check(one | {"experts": jnp.asarray([[4, 4, 1]], jnp.int32)})
+    check(one | {"experts": jnp.asarray([[6, 4, 6]], jnp.int32)}, may_skip=True)
 
 
 @needs_triton

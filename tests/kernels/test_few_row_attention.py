@@ -250,15 +250,34 @@ def test_more_rows_than_the_kernel_is_meant_for_are_the_references() -> None:
     np.testing.assert_array_equal(got, cached_attention(*arrays, scale=0.25))
 
 
-@needs_triton
 @pytest.mark.parametrize(
-    ("query_dtype", "head_dim", "message"),
-    [(jnp.bfloat16, 16, "one dtype, of bfloat16, float16, float32; got bfloat16 and float32"), (jnp.float32, 8, "from 16 to 256, got 8")],
+    ("dtypes", "head_dim", "message"),
+    [
+        ((jnp.bfloat16, jnp.float32, jnp.float32), 16, "one dtype, of bfloat16, float16, float32; got bfloat16, float32 and float32"),
+        ((jnp.float32, jnp.bfloat16, jnp.bfloat16), 16, "got float32, bfloat16 and bfloat16"),
+        ((jnp.float32, jnp.float32, jnp.bfloat16), 16, "got float32, float32 and bfloat16"),
+        ((jnp.float32, jnp.float32, jnp.float32), 8, "a head size H from 16 to 256, got 8"),
+    ],
 )
-def test_what_the_kernel_was_not_written_for_is_refused(query_dtype: Any, head_dim: int, message: str) -> None:
-    query, keys, values, length = case([0], rows=1, group=1, head_dim=head_dim)
-    with interpreted(), pytest.raises(ValueError, match=message):
-        cached_attention(query.astype(query_dtype), keys, values, length, scale=1.0, implementation="triton")
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "listed"])
+def test_what_the_kernel_was_not_written_for_is_refused_and_auto_takes_the_reference(
+    sparse: bool, dtypes: tuple[Any, ...], head_dim: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, keys, values, length = case([3], rows=1, group=1, head_dim=head_dim, slots=16)
+    arrays = *(x.astype(dtype) for x, dtype in zip((query, keys, values), dtypes, strict=True)), length
+
+    def run(implementation: str) -> jax.Array:
+        if sparse:
+            lists = jnp.zeros((1, 1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
+            return block_sparse_attention(*arrays, *lists, block_size=16, scale=1.0, implementation=implementation)
+        return cached_attention(*arrays, scale=1.0, implementation=implementation)
+
+    monkeypatch.setattr("specjax.kernels.measured.fastest", lambda shape, dtype: "triton")
+    with pytest.raises(ValueError, match=message):
+        run("triton")
+    traced = jax.jit(lambda: run("auto")).trace()
+    assert "triton" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    np.testing.assert_array_equal(run("auto"), run("reference"))
 
 
 def test_few_rows_are_up_to_64_and_512_with_their_query_heads() -> None:
@@ -270,15 +289,23 @@ def test_few_rows_are_up_to_64_and_512_with_their_query_heads() -> None:
 
 def test_the_parts_fill_the_device_and_are_never_more_than_the_tiles() -> None:
     def parts(num_heads: int, num_slots: int) -> int:
-        return default_tuning(packed_rows=24, num_heads=num_heads, num_slots=num_slots, slot_bytes=256, is_listed=False).parts
+        return default_tuning(packed_rows=24, num_heads=num_heads, num_slots=num_slots, head_dim=128, itemsize=2, is_listed=False).parts
 
     assert parts(8, 16384) == 32
     assert parts(64, 32768) == 4
     assert parts(512, 2048) == 1
     assert parts(8, 128) == 2
     assert parts(1, 10**6) == 128
-    check = default_tuning(packed_rows=49 * 4, num_heads=8, num_slots=131072, slot_bytes=256, is_listed=False)
+    check = default_tuning(packed_rows=49 * 4, num_heads=8, num_slots=131072, head_dim=128, itemsize=2, is_listed=False)
     assert (check.parts, check.block_rows, check.num_warps) == (16, 128, 8)  # two programs a part
+
+
+@pytest.mark.parametrize(("head_dim", "block_slots"), [(64, 64), (128, 32), (256, 16)])
+def test_float32_is_cut_so_that_it_needs_no_more_registers_than_there_are(head_dim: int, block_slots: int) -> None:
+    for packed_rows in (4, 24, 196):
+        sizes = dict(packed_rows=packed_rows, num_heads=8, num_slots=131072, head_dim=head_dim)
+        tuning = default_tuning(**sizes, itemsize=4, is_listed=False)
+        assert (tuning.block_rows, tuning.block_slots, tuning.num_warps) == (16, block_slots, 8)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.kernels.buckets import bucket
 from specjax.kernels.few_row_linear import Normed, few_row_linear
 from specjax.kernels.few_row_linear.triton_launch import LinearTuning, default_tuning
-from specjax.kernels.shapes import LinearShape, bucket
+from specjax.kernels.shapes import LinearShape
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
 # Relative to the largest result. float32: sums of up to 130 terms in another order. bfloat16: 8 bits of rows times scale, and of results.
@@ -100,9 +101,11 @@ def test_the_kernel_equals_the_reference(rows: int, inner: int, columns: tuple[i
 def test_one_row_without_tensor_cores_equals_the_reference(columns: tuple[int, ...], gated: bool, dtype: Any) -> None:
     with interpreted():
         nothing, *_, everything = cases(1, 50, columns, gated=gated, dtype=dtype)
-        for cut, (arrays, options) in itertools.product(("triton@32:16:4:2:1:0", "triton@16:32:4:2:8:0"), (nothing, everything)):
+        # x a tile ahead, of one part and of more than there are tiles; and x with its tile.
+        cuts = "triton@32:16:4:2:1:0", "triton@16:32:4:2:8:0", "triton@64:16:1:2:1:0"
+        for cut, (arrays, options) in itertools.product(cuts, (nothing, everything)):
             check(arrays, options, cut, dtype)
-        assert launches == ["multiply_strip"] * 4
+        assert launches == ["multiply_strip"] * 6
         check(*everything, "triton", dtype)
         with pytest.raises(ValueError, match="without tensor cores is for one row, got 2 rows"):
             few_row_linear(draw(2, 16), draw(16, 16), implementation="triton@16:16:4:2:1:0")
@@ -225,11 +228,15 @@ def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> No
         few_row_linear(draw(2, 6), **dict(weight=draw(6, 4)) | options)
 
 
-def test_a_program_has_tiles_of_eight_kilobytes() -> None:
-    for columns, itemsize, gated in itertools.product((512, 4096, 14336, 28672), (2, 4), (False, True)):
-        tuning = default_tuning(num_rows=1, num_columns=columns, itemsize=itemsize, gated=gated)
-        assert tuning.block_d * tuning.block_n * itemsize * (2 if gated else 1) == 8192
+def test_a_program_has_tiles_of_eight_kilobytes_and_of_sixteen_where_one_row_has_few_columns() -> None:
+    for rows, columns, itemsize, gated in itertools.product((1, 6), (512, 4096, 14336, 28672), (2, 4), (False, True)):
+        tuning = default_tuning(num_rows=rows, inner=4096, num_columns=columns, itemsize=itemsize, gated=gated)
+        is_deep = rows == 1 and columns < 64 * 132 and not gated
+        assert tuning.block_d * tuning.block_n * itemsize * (2 if gated else 1) == (16384 if is_deep else 8192)
         assert LinearTuning.of_text(":".join(map(str, dataclasses.astuple(tuning)))) == tuning
+    sizes = dict(num_rows=1, num_columns=4096, itemsize=2, gated=False)
+    assert default_tuning(inner=4096, **sizes) == LinearTuning(256, 32, 4, 5, 1, 0)
+    assert default_tuning(inner=896, **sizes).block_d == 128  # which divides it
 
 
 def test_a_measurement_stands_for_as_many_rows_as_are_padded_alike_and_for_weights_a_half_step_smaller() -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from specjax.capacity import rounded_capacity
+from specjax.kernels.buckets import bucket
 from specjax.kernels.cases import takes
 from specjax.kernels.few_row_linear import LinearTuning
 from specjax.kernels.measured import dispatch, fastest, read_table
 from specjax.kernels.shape_lists import SHAPES
-from specjax.kernels.shapes import AttentionShape, ExpertShape, LinearShape, LowRankShape, SelectionShape, bucket
+from specjax.kernels.shapes import AttentionShape, ExpertShape, LinearShape, LowRankShape, SelectionShape
 
 SHAPE = AttentionShape(batch=1, rows=6, kv_heads=8, group=4, head_dim=128, slots=16384)
 
@@ -38,11 +39,14 @@ def on_device(monkeypatch: pytest.MonkeyPatch, kind: str, *, number: int = 1, mi
     monkeypatch.setattr("specjax.kernels.measured.what_is_missing", lambda: missing)
 
 
-def test_a_measurement_stands_for_shapes_of_the_same_powers_of_two_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_stands_for_shapes_of_the_same_rows_and_powers_of_two_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = table(tmp_path, row(), row(dataclasses.replace(SHAPE, rows=1), implementation="reference"))
     on_device(monkeypatch, "GPU X")
     assert fastest(SHAPE, jnp.bfloat16, table=measured) == "triton"
-    assert fastest(dataclasses.replace(SHAPE, rows=5, slots=12000), jnp.bfloat16, table=measured) == "triton"
+    for rows in range(2, 9):
+        assert fastest(dataclasses.replace(SHAPE, rows=rows, slots=12000), jnp.bfloat16, table=measured) == "triton"
     for change in (dict(rows=9), dict(rows=1), dict(slots=8192), dict(batch=2), dict(kept_slots=2048)):
         assert fastest(dataclasses.replace(SHAPE, **change), jnp.bfloat16, table=measured) == "reference"
     assert fastest(SHAPE, jnp.float32, table=measured) == "reference"
@@ -126,8 +130,64 @@ def test_a_kernel_is_given_its_cut_and_the_reference_is_not() -> None:
         assert (float(value), float(gradient)) == (factor, 2)
 
 
-def test_the_shapes_that_are_measured_do_not_stand_for_one_another() -> None:
-    assert len({(shape.op, bucket(shape)) for shape in SHAPES}) == len(SHAPES)
+def test_of_shapes_that_are_rounded_alike_the_one_stands_whose_kernel_gains_the_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device(monkeypatch, "GPU X")
+    few, many = (dataclasses.replace(SHAPE, rows=rows) for rows in (25, 49))
+    rows = row(few, implementation="triton@4:64:4:3:128"), row(many, us=1.5), row(dataclasses.replace(SHAPE, rows=33), us=0.5)
+    for order in (rows, rows[::-1]):
+        assert fastest(few, jnp.bfloat16, table=table(tmp_path, *order)) == "triton"
+        slow = row(dataclasses.replace(SHAPE, rows=64), implementation="reference", us=2.0)
+        assert fastest(few, jnp.bfloat16, table=table(tmp_path, *order, slow)) == "reference"
+        assert fastest(few, jnp.bfloat16, table=table(tmp_path, slow, *order)) == "reference"
+
+
+@pytest.mark.parametrize("axis", ["slots", "batch"])
+def test_a_shape_between_two_that_were_measured_takes_what_both_agree_on(
+    axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device(monkeypatch, "GPU X")
+    sizes = {"slots": (4096, 8192, 16384, 32768, 65536), "batch": (1, 2, 4, 8, 16)}[axis]
+    least, between, middle, beyond, most = (dataclasses.replace(SHAPE, **{axis: size}) for size in sizes)
+
+    def taken(*rows: Any, of: Any = between) -> str:
+        return fastest(of, jnp.bfloat16, table=table(tmp_path, *rows))
+
+    kernel, loses = row(most), row(least, implementation="reference")
+    assert taken(row(least), kernel) == "triton"
+    assert taken(row(least), kernel, of=beyond) == "triton"
+    assert taken(loses, row(middle), kernel) == "reference"
+    assert taken(loses, row(middle), kernel, of=beyond) == "triton"
+    assert taken(row(least), row(middle, implementation="reference"), kernel) == "reference"
+    assert taken(row(least)) == taken(kernel) == "reference"
+    assert taken(row(least), row(dataclasses.replace(most, rows=1))) == "reference"
+    cut = "triton@2:64:4:3:128"
+    assert taken(row(least, implementation=cut), row(most, implementation=cut)) == cut
+    assert taken(row(least, implementation=cut), kernel) == "triton"
+
+
+def test_an_h200_takes_the_kernel_for_every_number_of_rows_that_it_was_measured_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch, "NVIDIA H200")
+
+    def taken(**sizes: int) -> set[str]:
+        """By rows from 2 to 8, as a verification has."""
+        return {fastest(dataclasses.replace(SHAPE, **sizes, rows=rows), jnp.bfloat16) for rows in range(2, 9)}
+
+    for slots in (16384, 32768, 65536, 131072):  # of which one lies between two that were measured
+        assert taken(slots=slots) == {"triton"}
+        assert taken(slots=slots, kept_slots=slots // 8) == ({"reference"} if slots == 32768 else {"triton"})
+    assert taken(slots=4096) == {"reference"}
+    assert taken(slots=32768, batch=8) == {"triton"}
+    assert taken(slots=262144) == {"reference"}  # beyond all that was measured
+
+
+def test_the_shapes_that_are_measured_do_not_stand_for_one_another_but_for_checks_of_several_steps() -> None:
+    alike: dict[Any, list[Any]] = {}
+    for shape in SHAPES:
+        alike.setdefault((shape.op, bucket(shape)), []).append(shape)
+    shared = [[(shape.op, shape.rows) for shape in shapes] for shapes in alike.values() if len(shapes) > 1]
+    assert shared == [[("cached_attention", 25), ("cached_attention", 49)]] * 2
 
 
 def test_a_measured_context_stands_for_the_somewhat_larger_cache_that_a_call_allocates() -> None:

@@ -152,6 +152,20 @@ def test_what_the_kernel_was_not_written_for_is_refused_and_auto_takes_the_refer
     jax.tree.map(np.testing.assert_array_equal, rope_and_write(*arrays), rope_and_write(*arrays, implementation="reference"))
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference", "triton"])
+def test_more_new_rows_than_slots_are_refused(implementation: str) -> None:
+    heads, keys, values, start = case([0], rows=3, group=1, head_dim=8, norms=False)
+    with pytest.raises(ValueError, match="3 new rows do not fit a cache of 2 slots"):
+        rope_and_write(heads, keys[:, :, :2], values[:, :, :2], start, implementation=implementation)
+
+
+@needs_triton
+def test_as_many_new_rows_as_slots_fill_the_cache() -> None:
+    heads, keys, values, start = case([0], rows=SLOTS, group=1, head_dim=8, norms=False)
+    with interpreted():
+        check((heads, keys, values, start), jnp.float32)
+
+
 def test_a_cache_of_another_shape_is_refused() -> None:
     heads, keys, values, start = case([0], rows=1, group=2, head_dim=8, norms=False)
     with pytest.raises(ValueError, match=r"qkv .* = \(1, 1, 2, 4, 8\) does not fit caches \(1, 1, 24, 8\)"):
