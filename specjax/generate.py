@@ -14,17 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
+from specjax.capacity import bucket
 from specjax.committing import commit_tokens
+from specjax.continuing import check_continuation
 from specjax.drafting.drafter import Drafter
 from specjax.generate_config import GenerateConfig
+from specjax.kernels.varying import varying_as
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
 from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
+from specjax.sharding import check_auto_axes
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
+from specjax.traced import is_traced
 from specjax.two_level.cycle import Cycle
 from specjax.verification.verify import verify
 from specjax.verification_pass import verification_pass
@@ -63,8 +67,8 @@ def speculative_generate(
     clipped. With `continue_from`, give `cache_capacity`: without it the cache grows by a whole call each time, and each size compiles. It
     needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and
     1 + P + `max_new_tokens` + G + 1 (with lossless sparsity not G, but `config.max_unsettled(G)`); a row for which it is too small gets no
-    tokens and `FinishReason.NO_CAPACITY`. A model whose rotary frequencies depend on the length keeps those that the first call planned
-    for.
+    tokens and `FinishReason.NO_CAPACITY`, and if not even its prompt and a step fit, it cannot be continued. A model whose rotary
+    frequencies depend on the length keeps those that the first call planned for. Inside `shard_map` each device decodes its own rows.
 
     Example:
         >>> config = GenerateConfig(max_new_tokens=128, num_speculative_tokens=5)
@@ -100,6 +104,8 @@ def speculative_generate(
 
     Reference: arXiv:2211.17192, arXiv:2302.01318.
     """
+    check_auto_axes("target_params", target_params)
+    check_auto_axes("drafter_params", drafter_params)
     request, static = prepare_call(
         target,
         drafter,
@@ -146,6 +152,8 @@ def prepare_call(
     target: Transformer, drafter: Drafter | None, drafter_params: Any, prompt_tokens: Any, *, config: GenerateConfig, **arguments: Any
 ) -> tuple[Request, GenerateConfig]:
     """Checks a call against the target and the drafter; see `specjax.requests.prepare`."""
+    if isinstance(drafter, type):
+        raise ValueError(f"drafter must be an instance such as PromptLookup(), got the class {drafter.__name__}")
     draft_length = 0 if drafter is None else config.num_speculative_tokens
     if drafter is None:
         # Not used; another value must not compile another program.
@@ -155,7 +163,7 @@ def prepare_call(
     continue_from = arguments.get("continue_from")
     if drafter is not None:
         drafter.check(drafter_params, target=target.config, max_length=_max_length(request, continue_from))
-    _check_continuation(target, drafter, drafter_params, continue_from)
+    check_continuation(target, drafter, drafter_params, continue_from)
     return request, static
 
 
@@ -163,32 +171,7 @@ def _max_length(request: Request, continue_from: Continuation | None) -> int | N
     """Tokens that the longest row may reach; `None` where that is traced."""
     lengths = [request.prompt_lengths, request.stopping.max_new_tokens]
     lengths += [] if continue_from is None else [continue_from.context.length]
-    return None if any(isinstance(x, Tracer) for x in lengths) else int(np.sum([np.asarray(x) for x in lengths], axis=0).max())
-
-
-def _check_continuation(target: Transformer, drafter: Drafter | None, drafter_params: Any, continue_from: Continuation | None) -> None:
-    """A continuation fits the models that made it, and no others. Plain decoding can go on from any drafter's."""
-    if continue_from is None:
-        return
-    sizes: dict[str, Any] = {"batch_size": continue_from.context.length.shape[0], "capacity": continue_from.target_cache.capacity}
-    wanted = {"target_cache": jax.eval_shape(lambda: target.init_cache(**sizes))}
-    if drafter is not None:
-        wanted["drafter_state"] = jax.eval_shape(lambda: drafter.init(drafter_params, **sizes))
-    given_cache = dataclasses.replace(continue_from.target_cache, summaries=None)  # made anew where a sparse call needs others
-    for name, expected in wanted.items():
-        given = given_cache if name == "target_cache" else continue_from.drafter_state
-        given = jax.tree.map(lambda x: (x.shape, x.dtype), given)
-        expected = jax.tree.map(lambda x: (x.shape, x.dtype), expected)
-        if given != expected:
-            raise ValueError(
-                f"continue_from.{name} comes from a call with another {'target' if name == 'target_cache' else 'drafter'}: "
-                f"expected {_shapes(expected)}, got {_shapes(given)}"
-            )
-
-
-def _shapes(tree: Any) -> str:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], tuple))
-    return f"{len(leaves)} arrays, the first of shape {leaves[0][0]} and dtype {leaves[0][1]}" if leaves else "nothing"
+    return None if is_traced(lengths) else int(np.sum([np.asarray(x) for x in lengths], axis=0).max())
 
 
 def trim(output: GenerateOutput, max_new_tokens: int) -> GenerateOutput:
@@ -202,6 +185,7 @@ def trim(output: GenerateOutput, max_new_tokens: int) -> GenerateOutput:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _generate(target, drafter, config, target_params, drafter_params, request, continue_from) -> GenerateOutput:
     state = prefill(target, drafter, config, target_params, drafter_params, request, continue_from)
+    state = varying_as(state, state, target_params, drafter_params, request)
     if config.max_new_tokens > 1:  # the first token comes of the prefill: a call for one compiles no loop
         state = lax.while_loop(is_running, partial(decode_step, target, drafter, config, target_params, drafter_params, request), state)
     return finish(state, config)
@@ -319,4 +303,4 @@ def _not_dense(state: DecodeState, config: GenerateConfig) -> tuple[jax.Array | 
     if sparsity.is_dense or sparsity.lossless is not None:
         return None, 0
     # The prefill is dense: it took in all that stands before the first new token.
-    return state.context.length - state.num_generated, config.max_new_tokens
+    return state.context.length - state.num_generated, bucket(config.max_new_tokens)  # inside and outside of a caller's `jit` the same

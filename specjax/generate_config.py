@@ -60,6 +60,12 @@ class GenerateConfig:
             isinstance(self.pad_token_id, int) and self.pad_token_id >= 0,
             f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
         )
+        for name in ("do_sample", "return_log_probs"):
+            require(isinstance(getattr(self, name), bool), f"GenerateConfig.{name} must be True or False, got {getattr(self, name)!r}")
+        require(
+            callable(self.verification) and not isinstance(self.verification, type) and hasattr(self.verification, "lossless"),
+            f"GenerateConfig.verification must be a verification rule such as RejectionSampling(), got {self.verification!r}",
+        )
         require(isinstance(self.sparsity, SparsityConfig), f"GenerateConfig.sparsity must be a SparsityConfig, got {self.sparsity!r}")
         self.sparsity.check_lossless(self.verification, do_sample=self.do_sample)
 

@@ -17,6 +17,7 @@ from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.drafting.drafter import Drafter
 from specjax.generate_config import GenerateConfig
+from specjax.kernels.varying import varying_as
 from specjax.models.kv_cache import KVCache
 from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
@@ -42,6 +43,8 @@ def prefill(
     """Takes in the prompts and commits each row's first token: the state that the loop starts from."""
     batch_size = request.prompt_lengths.shape[0]
     context, prompt, start, cache, drafter_state = _starting_point(target, drafter, config, drafter_params, request, continue_from)
+    arrays = (request, target_params, drafter_params, continue_from)
+    start, cache, drafter_state = varying_as((start, cache, drafter_state), *arrays)
     cache = prepare_cache(cache, config.sparsity, target.config)
     if continue_from is not None and continue_from.dense_length is not None and continue_from.max_behind:
         num_rows = min(continue_from.max_behind, config.prefill_chunk_size, cache.capacity)
@@ -54,6 +57,7 @@ def prefill(
     last_row = [jnp.zeros((batch_size, 1, target.config.hidden_size), target.dtype)]
     if feature_layers:
         last_row.append(jnp.zeros((batch_size, 1, len(feature_layers) * target.config.hidden_size), target.dtype))
+    last_row = varying_as(last_row, *arrays)
 
     def run_chunk(carry):
         index, cache, drafter_state, last_row = carry
@@ -84,8 +88,13 @@ def prefill(
     num_speculative_tokens = 0 if drafter is None else config.num_speculative_tokens
     # Concrete lengths were checked before compiling; traced ones can only be caught here. A write beyond the end would land elsewhere.
     num_chunks = jnp.maximum(-(-prompt.length.max() // chunk_size), 1)
-    decoded = prompt.length + request.stopping.max_new_tokens + config.max_unsettled(num_speculative_tokens) + 1
-    fits = start + jnp.maximum(num_chunks * chunk_size, decoded) <= cache.capacity
+    one_pass = prompt.length + config.max_unsettled(num_speculative_tokens) + 1
+    decoded = one_pass + request.stopping.max_new_tokens
+    held = True if continue_from is None else start < continue_from.context.tokens.shape[1]
+    fits = held & (start + jnp.maximum(num_chunks * chunk_size, decoded) <= cache.capacity)
+    # Such a row's earlier keys may be overwritten, by its prompt or by the passes of other rows: its context is marked as lost.
+    is_whole = held & (start + jnp.maximum(num_chunks * chunk_size, one_pass) <= cache.capacity)
+    context = dataclasses.replace(context, length=jnp.where(is_whole, context.length, context.tokens.shape[1] + 1))
     lossless = config.sparsity.lossless
     state = DecodeState(
         context=context,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
-from jax import lax
 
+from specjax.at_most_once import at_most_once
 from specjax.state import DecodeState, SinceDense
 
 
@@ -24,19 +25,12 @@ def take_step(step: Callable[..., DecodeState], state: DecodeState, *, refresh_e
         state: Its `since_dense` is not `None`.
         refresh_every: Static.
     """
-    # Loops of no turn or one, not branches: XLA copies caches that the branches of a conditional write.
     assert state.since_dense is not None
     is_due = state.since_dense.num_steps >= refresh_every - 1
 
-    def run_if(wanted, state: DecodeState, *, refresh: bool) -> DecodeState:
-        def once(carry):
-            return jnp.bool_(False), step(carry[1], refresh=refresh)
-
-        return lax.while_loop(lambda carry: carry[0], once, (wanted, state))[1]
-
     if refresh_every > 1:
-        state = run_if(~is_due, state, refresh=False)
-    return run_if(is_due, state, refresh=True)
+        state = at_most_once(~is_due, partial(step, refresh=False), state)
+    return at_most_once(is_due, partial(step, refresh=True), state)
 
 
 def counted_step(state: DecodeState, *, refresh: bool) -> DecodeState:

@@ -16,10 +16,12 @@ import numpy as np
 from jax.core import Tracer
 
 from specjax.capacity import bucket, choose_capacity, slots_needed
+from specjax.continuing import check_context_limit, earlier_lengths
 from specjax.generate_config import GenerateConfig
 from specjax.model_config import ModelConfig
 from specjax.sampling import SamplingParams
 from specjax.state import Continuation, Stopping
+from specjax.traced import is_traced
 
 # The EOS ids are padded to a multiple of this, so that another number of them compiles nothing.
 _EOS_STEP = 8
@@ -47,10 +49,6 @@ class Request:
     stopping: Stopping
     context_limits: jax.Array
     rng: jax.Array
-
-
-def _is_traced(x: Any) -> bool:
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x))
 
 
 def left_align(tokens: Any, attention_mask: Any) -> tuple[jax.Array, jax.Array]:
@@ -108,18 +106,18 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
     tokens, lengths = _prompts(model, prompt_tokens, prompt_lengths, may_be_empty=continue_from is not None)
     batch_size, width = tokens.shape
     limit = _per_row_limit(config, max_new_tokens, batch_size)
-    earlier = np.zeros((batch_size,), np.int32) if continue_from is None else _earlier_lengths(continue_from, batch_size)
+    earlier = np.zeros((batch_size,), np.int32) if continue_from is None else earlier_lengths(continue_from, batch_size)
     _check_window(model, earlier, lengths, limit)
     # An explicit capacity says how far the call, and those that continue it, may go.
     context_limits = earlier + lengths + limit
     if config.cache_capacity is not None:
         context_limits = np.full((batch_size,), config.cache_capacity, np.int32)
     if continue_from is not None:
-        _check_context_limit(model, continue_from, earlier + lengths + limit)
+        check_context_limit(model, continue_from, earlier + lengths + limit)
 
     # A continuation feeds the pending last token of the earlier context once more, in front of the new prompt.
     pending, present = (0, 0) if continue_from is None else (1, continue_from.target_cache.capacity)
-    start = None if _is_traced(earlier) else int(earlier.max()) - pending
+    start = None if is_traced(earlier) else int(earlier.max()) - pending
 
     def needed(width: int, num_new: int) -> int:
         sizes = {"num_columns": width + pending, "num_new": num_new, "chunk_size": config.prefill_chunk_size}
@@ -128,7 +126,7 @@ def prepare(  # noqa: D417 - the rest is documented where users call it
 
     num_new = config.max_new_tokens
     bucketed = bucket(width), num_new if num_new == 1 else bucket(num_new)  # one token needs no loop: a program of its own
-    concrete = not _is_traced((tokens, lengths, limit, earlier)) and config.max_new_tokens > 0
+    concrete = not is_traced((tokens, lengths, limit, earlier)) and config.max_new_tokens > 0
     if concrete and (config.cache_capacity is None or needed(*bucketed) <= config.cache_capacity):
         tokens = np.pad(tokens, ((0, 0), (0, bucketed[0] - width)))
         width, num_new = bucketed
@@ -152,7 +150,7 @@ def _check_static(model: ModelConfig, config: GenerateConfig) -> None:
 
 
 def _prompts(model: ModelConfig, prompt_tokens: Any, prompt_lengths: Any, *, may_be_empty: bool) -> tuple[Any, Any]:
-    if isinstance(prompt_tokens, Sequence) and not _is_traced(prompt_tokens):
+    if isinstance(prompt_tokens, Sequence) and not is_traced(prompt_tokens):
         if prompt_lengths is not None:
             raise ValueError("prompt_lengths must be None where prompt_tokens is a list of lists: each list has its length")
         prompt_tokens, prompt_lengths = _pad_rows(prompt_tokens)
@@ -165,12 +163,12 @@ def _prompts(model: ModelConfig, prompt_tokens: Any, prompt_lengths: Any, *, may
         )
     batch_size, width = prompt_tokens.shape
     lengths = _per_row(width if prompt_lengths is None else prompt_lengths, batch_size, np.int32, "prompt_lengths")
-    if not _is_traced(lengths):
+    if not is_traced(lengths):
         smallest = 0 if may_be_empty else 1
         if lengths.min() < smallest or lengths.max() > width:
             hint = "an empty prompt has nothing to continue" if lengths.min() < smallest else f"prompt_tokens has {width} columns"
             raise ValueError(f"prompt lengths must be from {smallest} to {width}, got {lengths.tolist()}: {hint}")
-        if not _is_traced(prompt_tokens):
+        if not is_traced(prompt_tokens):
             counted = prompt_tokens[np.arange(width) < lengths[:, None]]
             if counted.size and (counted.min() < 0 or counted.max() >= model.vocab_size):
                 raise ValueError(
@@ -196,7 +194,7 @@ def _pad_rows(prompts: Sequence[Any]) -> tuple[np.ndarray, list[int]]:
 
 def _per_row(value: Any, batch_size: int, dtype: Any, name: str) -> Any:
     """A scalar or `[B]` as `[B]`."""
-    traced = _is_traced(value)
+    traced = is_traced(value)
     value = jnp.asarray(value) if traced else np.asarray(value)
     if value.shape not in ((), (batch_size,)):
         raise ValueError(f"{name} must be a scalar or have one value for each of the {batch_size} rows, got shape {value.shape}")
@@ -208,7 +206,7 @@ def _per_row(value: Any, batch_size: int, dtype: Any, name: str) -> Any:
 
 def _per_row_limit(config: GenerateConfig, max_new_tokens: Any, batch_size: int) -> Any:
     limit = _per_row(config.max_new_tokens if max_new_tokens is None else max_new_tokens, batch_size, np.int32, "max_new_tokens")
-    if _is_traced(limit):
+    if is_traced(limit):
         return jnp.clip(limit, 0, config.max_new_tokens)
     if limit.min() < 0 or limit.max() > config.max_new_tokens:
         raise ValueError(
@@ -217,17 +215,8 @@ def _per_row_limit(config: GenerateConfig, max_new_tokens: Any, batch_size: int)
     return limit
 
 
-def _earlier_lengths(continue_from: Continuation, batch_size: int) -> Any:
-    if not isinstance(continue_from, Continuation):
-        raise ValueError(f"continue_from must be an earlier output's `continuation`, got {type(continue_from).__name__}")
-    length = continue_from.context.length
-    if length.shape != (batch_size,):
-        raise ValueError(f"continue_from holds {length.shape[0]} rows, prompt_tokens {batch_size}")
-    return length if _is_traced(length) else np.asarray(length)
-
-
 def _check_window(model: ModelConfig, earlier: Any, lengths: Any, limit: Any) -> None:
-    if _is_traced((earlier, lengths, limit)):
+    if is_traced((earlier, lengths, limit)):
         return
     window = model.max_position_embeddings
     for row, (before, length, new) in enumerate(zip(earlier, lengths, limit, strict=True)):
@@ -238,21 +227,8 @@ def _check_window(model: ModelConfig, earlier: Any, lengths: Any, limit: Any) ->
             )
 
 
-def _check_context_limit(model: ModelConfig, continue_from: Continuation, wanted: Any) -> None:
-    """Rotary frequencies that depend on the length were chosen when the context began."""
-    planned, original = continue_from.target_cache.context_limit, model.rope.original_max_position_embeddings
-    if planned is None or _is_traced((planned, wanted)):
-        return
-    for row, (reached, limit) in enumerate(zip(wanted, np.asarray(planned), strict=True)):
-        if reached > max(int(limit), original):
-            raise ValueError(
-                f"row {row}: this call may reach {reached} tokens, but the rotary frequencies ({model.rope.rope_type!r}) of the context "
-                f"that it continues were chosen for {limit}: give the first call a GenerateConfig.cache_capacity of at least {reached}"
-            )
-
-
 def _eos(model: ModelConfig, eos_token_ids: Any) -> Any:
-    if _is_traced(eos_token_ids):
+    if is_traced(eos_token_ids):
         return jnp.atleast_1d(eos_token_ids).astype(jnp.int32)
     ids = np.atleast_1d(np.asarray(() if eos_token_ids is None else eos_token_ids))
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
@@ -266,6 +242,8 @@ def _eos(model: ModelConfig, eos_token_ids: Any) -> Any:
 def _sampling(sampling: SamplingParams | None, batch_size: int, *, do_sample: bool) -> SamplingParams:
     """Checks the concrete fields: NaN fails every comparison. Greedy decoding filters nothing: with and without top-k it is one program."""
     sampling = SamplingParams() if sampling is None else sampling
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams(temperature, top_k, top_p), got {sampling!r}")
     rules = {
         "temperature": (np.float32, "0 (greedy) or a positive finite number", lambda x: (x >= 0) & (x < np.inf)),
         "top_k": (np.int32, "an int of at least 0 (0 keeps all)", lambda x: x >= 0),
@@ -276,7 +254,7 @@ def _sampling(sampling: SamplingParams | None, batch_size: int, *, do_sample: bo
         value = getattr(sampling, name)
         if value is None and name != "temperature":
             continue
-        if _is_traced(value):
+        if is_traced(value):
             fields[name] = value
             continue
         array = np.asarray(value)

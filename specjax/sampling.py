@@ -60,7 +60,9 @@ def filtered_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     greedy = jnp.less(sampling.temperature, MIN_TEMPERATURE)
     temperature = jnp.where(greedy, 1.0, sampling.temperature)[:, None, None]
     # The largest logit becomes 0 first, so that a small temperature cannot overflow.
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    below = logits - logits.max(axis=-1, keepdims=True)
+    finite = below > -jnp.inf  # the quotient of others has no derivative by the temperature
+    scaled = jnp.where(finite, jnp.where(finite, below, 0.0) / temperature, below)
     if sampling.top_k is not None or sampling.top_p is not None:
         scaled = _filter_where_asked(scaled, sampling, greedy)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)

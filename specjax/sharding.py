@@ -1,7 +1,8 @@
 """Placing a model over a mesh: tensor-parallel params and a cache split over rows and key/value heads.
 
 Nothing else changes: `generate` and `speculative_generate` take the sharded arrays, XLA inserts the collectives, and the tokens are those
-of one device. An axis that its mesh axis does not divide is replicated instead.
+of one device. An axis that its mesh axis does not divide is replicated instead. XLA decides about everything in between, so what is
+placed here has a mesh of `Auto` axes; of one with `Explicit` axes (those of `jax.make_mesh`) the devices and names are taken.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.drafting.heads.draft_head import DRAFT_HEAD
 from specjax.model_config import ModelConfig
@@ -44,7 +45,7 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis:
     """Where each parameter goes.
 
     Example:
-        >>> mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, -1), ("data", "model"))
+        >>> mesh = jax.make_mesh((1, jax.device_count()), ("data", "model"))
         >>> params = jax.device_put(params, param_shardings(params, model.config, mesh))
 
     Args:
@@ -59,7 +60,7 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh, *, model_axis:
     Raises:
         ValueError: The mesh has no such axis.
     """
-    size = _axis_size(mesh, model_axis)
+    size, mesh = _axis_size(mesh, model_axis), _auto(mesh)
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
         names = [part.key for part in path]
@@ -94,7 +95,31 @@ def cache_sharding(
     """
     rows = data_axis if batch_size % _axis_size(mesh, data_axis) == 0 else None
     heads = model_axis if config.num_kv_heads % _axis_size(mesh, model_axis) == 0 else None
-    return NamedSharding(mesh, PartitionSpec(rows, heads, None, None))
+    return NamedSharding(_auto(mesh), PartitionSpec(rows, heads, None, None))
+
+
+def check_auto_axes(what: str, tree: Any) -> None:
+    """Refuses arrays that lie on a mesh with `Explicit` axes: there every operation would have to say how its result is divided.
+
+    Args:
+        what: The name of the argument.
+        tree: Its arrays.
+
+    Raises:
+        ValueError: An array is one of those.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        mesh = jax.typeof(leaf).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} lies on a mesh with axes {mesh.axis_names} of types {mesh.axis_types}: expected Auto "
+                "axes, as param_shardings gives them and jax.sharding.Mesh(mesh.devices, mesh.axis_names) has"
+            )
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    """A mesh of the same devices and names, whose axes are all `Auto`."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _axis_size(mesh: Mesh, axis: str) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from specjax.kernel_settings import Kernels
 from specjax.kernels.expert_choice import expert_choice
 from specjax.kernels.expert_products import expert_products
+from specjax.kernels.varying import varying_as
 from specjax.model_config import ModelConfig
 from specjax.models.feed_forward import gated_unit
 from specjax.models.layers import PROJECTION_INIT, product
@@ -123,4 +124,5 @@ def _gates(
         chose = (experts == expert).any(axis=-1) & counted
         return counts + histogram(jnp.abs(gated_unit(config).activate(gate)), chose[:, None]), None
 
-    return jax.lax.scan(of_expert, jnp.zeros((NUM_BINS,), jnp.int32), jnp.arange(gate_up.shape[0]))[0]
+    none = varying_as(jnp.zeros((NUM_BINS,), jnp.int32), tokens, experts, counted, gate_up, bias)
+    return jax.lax.scan(of_expert, none, jnp.arange(gate_up.shape[0]))[0]

@@ -61,7 +61,7 @@ class Transformer(PureModule):
             float32 whatever it is.
         param_dtype: Dtype that `init` gives the parameters. Parameters of another dtype than `dtype` are cast at each use; where speed
             counts store them in `dtype`.
-        kernels: Which implementation of each operation runs. For gradients through a mixture of experts `Kernels(experts="dense")`.
+        kernels: Which implementation of each operation runs. The derivative of experts is that of `"dense"`.
     """
 
     config: ModelConfig

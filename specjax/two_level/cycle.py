@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.at_most_once import at_most_once
 from specjax.catch_up import catch_up
 from specjax.committing import commit_tokens, write_tokens
 from specjax.drafting.drafter import Drafter
 from specjax.generate_config import GenerateConfig
+from specjax.kernels.varying import varying_as
 from specjax.models.transformer import Transformer
 from specjax.requests import Request
 from specjax.sampling import filtered_probs, split_row_keys
@@ -96,8 +98,8 @@ class Cycle:
         state, hidden = self._sparse_steps(state, settled, num_steps)
         if not settings.adapt:
             return self._settle(state, settled, hidden, step_cost)
-        state = _at_most_once(num_steps > 0, lambda state: self._settle(state, settled, hidden, step_cost), state)
-        return _at_most_once(num_steps == 0, self._dense_step, state)
+        state = at_most_once(num_steps > 0, lambda state: self._settle(state, settled, hidden, step_cost), state)
+        return at_most_once(num_steps == 0, self._dense_step, state)
 
     @property
     def _settings(self) -> Lossless:
@@ -142,6 +144,7 @@ class Cycle:
             return index + 1, after, hidden
 
         state = dataclasses.replace(state, log_probs=state.log_probs[:, :0])  # those are the dense target's
+        hidden = varying_as(hidden, state)
         _, state, hidden = lax.while_loop(goes_on, sparse_step, (jnp.int32(0), state, hidden))
         return dataclasses.replace(state, log_probs=settled.log_probs), hidden
 
@@ -205,11 +208,6 @@ def _pace(state: DecodeState) -> Pace:
 def _levels(state: DecodeState) -> LevelCounts:
     assert state.statistics.levels is not None
     return state.statistics.levels
-
-
-def _at_most_once(condition: jax.Array, function: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
-    """`function(state)` if the condition holds: a loop, because a `cond` whose branches write caches copies them."""
-    return lax.while_loop(lambda carry: carry[0], lambda carry: (jnp.bool_(False), function(carry[1])), (condition, state))[1]
 
 
 def _recorded(

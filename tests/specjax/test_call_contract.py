@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import DraftModel, FinishReason, GenerateConfig, PromptLookup, SamplingParams, generate, left_align, speculative_generate
+from specjax import (
+    DraftModel,
+    FinishReason,
+    GenerateConfig,
+    PromptLookup,
+    SamplingParams,
+    SparseAttention,
+    SparsityConfig,
+    generate,
+    left_align,
+    speculative_generate,
+)
 from specjax.verification.rejection_sampling import assemble
 from tests.helpers import random_model, random_prompts, tiny_config, tiny_draft_model, tiny_target
 
@@ -178,3 +189,32 @@ def test_a_feature_layer_beyond_the_model_is_named():
     cache = TARGET.init_cache(batch_size=1, capacity=8)
     with pytest.raises(ValueError, match=r"boundaries from 0 to 2, got \(-1,\)"):
         TARGET.apply({"params": PARAMS}, jnp.zeros((1, 1), jnp.int32), cache, feature_layers=(-1,))
+
+
+def test_a_row_whose_prompt_had_no_room_is_not_continued():
+    target, params = random_model(tiny_config(num_layers=1), seed=1)
+    small, large = (GenerateConfig(max_new_tokens=8, cache_capacity=capacity) for capacity in (64, 256))
+    first = generate(target, params, [random_prompts((40,))[0], [5, 6, 7]], config=small)
+    prompts, lengths = np.zeros((2, 30), np.int32), jnp.array([30, 3])
+    go_on = functools.partial(generate, target, params, prompt_lengths=lengths)
+    second = jax.jit(lambda continuation: go_on(prompts, config=small, continue_from=continuation))(first.continuation)
+    assert second.finish_reason.tolist() == [FinishReason.NO_CAPACITY, FinishReason.LENGTH]
+    with pytest.raises(ValueError, match=r"row 0 of continue_from ended with NO_CAPACITY and lost its context of up to 64 tokens"):
+        go_on(prompts, config=large, continue_from=second.continuation)
+    third = jax.jit(lambda continuation: go_on(prompts, config=large, continue_from=continuation))(second.continuation)
+    assert third.finish_reason.tolist() == [FinishReason.NO_CAPACITY, FinishReason.LENGTH]
+    instead = jax.jit(lambda continuation: go_on(prompts, config=large, continue_from=continuation))(first.continuation)
+    assert instead.finish_reason.tolist() == [FinishReason.LENGTH] * 2
+
+
+def test_a_call_inside_jit_goes_on_from_one_outside_under_one_structure():
+    target, params = random_model(tiny_config(num_layers=1), seed=1)
+    sparsity = SparsityConfig(attention=SparseAttention(block_size=4, keep=0.0, dense_below=0))
+    config = GenerateConfig(max_new_tokens=6, cache_capacity=128, sparsity=sparsity)
+    first = generate(target, params, [[5, 6, 7]], config=config).continuation
+
+    def turn(continuation, token):
+        output = generate(target, params, token[None, None], config=config, continue_from=continuation)
+        return output.continuation, output.lengths
+
+    assert jax.lax.scan(turn, first, jnp.array([3, 4]))[1].tolist() == [[6], [6]]

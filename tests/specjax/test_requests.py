@@ -11,6 +11,7 @@ import pytest
 
 from specjax import DraftModel, GenerateConfig, ModelConfig, PromptLookup, SamplingParams, generate, speculative_generate, stream_generate
 from specjax.generate import _generate, prepare_call
+from specjax.verification.rejection_sampling import RejectionSampling
 from tests.helpers import NUM_TOKENS, random_model, random_prompts, tiny_config, tiny_target
 
 
@@ -75,6 +76,7 @@ def test_lengths_beside_lists_are_refused() -> None:
         (dict(eos_token_ids=[[1]]), "eos_token_ids must be an int or a list of ints"),
         (dict(ignore_eos=[True]), r"ignore_eos must be a scalar or have one value for each of the 2 rows, got shape \(1,\)"),
         (dict(ignore_eos=1), "ignore_eos must be bool, got int64"),
+        (dict(sampling={"temperature": 1.0}), r"sampling must be SamplingParams\(.*\), got \{'temperature': 1.0\}"),
     ],
 )
 def test_impossible_limits_and_eos_ids_are_refused(arguments: dict, message: str) -> None:
@@ -139,6 +141,9 @@ def test_options_that_speculation_would_bypass_are_refused_not_ignored(argument:
         (dict(prefill_chunk_size=0), "prefill_chunk_size must be a positive int, got 0"),
         (dict(cache_capacity=-5), "cache_capacity must be a positive int, got -5"),
         (dict(pad_token_id=-1), "pad_token_id must be an int of at least 0, got -1"),
+        (dict(do_sample="False"), "GenerateConfig.do_sample must be True or False, got 'False'"),
+        (dict(return_log_probs=1), "GenerateConfig.return_log_probs must be True or False, got 1"),
+        (dict(verification=RejectionSampling), r"GenerateConfig.verification must be a verification rule such as RejectionSampling\(\)"),
     ],
 )
 def test_impossible_generate_configs_are_refused(changes: dict, message: str) -> None:
@@ -163,6 +168,12 @@ def test_impossible_model_configs_are_refused(changes: dict, message: str) -> No
 
 def test_a_pad_id_outside_the_vocabulary_is_refused() -> None:
     refused("pad_token_id must be below the vocabulary size 64, got 64", [[1]], config=GenerateConfig(max_new_tokens=4, pad_token_id=64))
+
+
+def test_the_class_of_a_drafter_is_no_drafter() -> None:
+    target, params = tiny_target()
+    with pytest.raises(ValueError, match=r"drafter must be an instance such as PromptLookup\(\), got the class PromptLookup"):
+        speculative_generate(target, params, PromptLookup, None, [[1]], config=GenerateConfig(max_new_tokens=4))  # type: ignore[arg-type]
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused_before_compiling() -> None:

@@ -151,3 +151,16 @@ def test_rows_of_temperature_zero_are_greedy_beside_rows_that_sample() -> None:
         narrow = dataclasses.replace(SamplingParams(), **{name: value})
         output = generate(target, params, prompts, config=config, sampling=narrow, rng=jax.random.key(0))
         np.testing.assert_array_equal(output.tokens, greedy.tokens)
+
+
+def test_a_temperature_has_a_derivative_where_a_token_is_ruled_out() -> None:
+    logits = jnp.array([[[0.0, 1.0, -jnp.inf]]])
+
+    def second(temperature: jax.Array, logits: jax.Array) -> jax.Array:
+        return filtered_probs(logits, SamplingParams(temperature).broadcast(1))[0, 0, 1]
+
+    for wanted in (0, 1):
+        found = jax.grad(second, argnums=wanted)(jnp.float32(0.7), logits)
+        expected = jax.grad(second, argnums=wanted)(jnp.float32(0.7), logits[..., :2])
+        np.testing.assert_allclose(jnp.ravel(found)[:2], jnp.ravel(expected), rtol=1e-6)
+        assert jnp.isfinite(found).all()

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from specjax import GenerateConfig, generate
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import FullHead, LowRankHead, ScreenedHead, TrimmedHead
-from specjax.sharding import param_shardings
-from tests.helpers import tiny_config
+from specjax.sharding import cache_sharding, param_shardings
+from tests.helpers import random_model, tiny_config
 
 SCRIPT = """
 import json
@@ -132,3 +133,19 @@ def test_draft_heads_are_split_over_the_vocabulary_and_what_is_small_is_not_spli
         assert specs["fc"] == whole
         assert specs["layer_0"]["mlp"]["down"] == split
         assert specs["layer_0"]["attention"]["qkv"] == (None, "model", None, None)
+
+
+def test_a_mesh_of_explicit_axes_is_placed_with_auto_ones_and_arrays_on_it_are_refused_by_name() -> None:
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    model, params = random_model(tiny_config(num_layers=1))
+    sharding = cache_sharding(model.config, mesh, batch_size=1)
+    config = GenerateConfig(max_new_tokens=4, cache_sharding=sharding)
+    placed = jax.device_put(params, param_shardings(params, model.config, mesh))
+    assert (
+        generate(model, placed, [[1, 2]], config=config).tokens.tolist() == generate(model, params, [[1, 2]], config=config).tokens.tolist()
+    )
+    explicit = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    with pytest.raises(
+        ValueError, match=r"target_params\['embedding'\] lies on a mesh with axes \('data', 'model'\) .*: expected Auto axes"
+    ):
+        generate(model, explicit, [[1, 2]], config=config)
