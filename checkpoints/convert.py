@@ -22,11 +22,26 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from specjax.atomic import atomic_folder, check_destination, check_keeps
 from specjax.checkpoints.formats.any_source import open_any_source
 from specjax.checkpoints.kinds import abstract_params, kind_of
-from specjax.checkpoints.logit_check import check_logits, reason_to_skip
+from specjax.checkpoints.logit_check import check_logits, reason_to_skip, require_reference
 from specjax.checkpoints.manifest import MANIFEST, read_transformer_config
-from specjax.checkpoints.pretrained_drafters import pretrained_drafters
 from specjax.checkpoints.source import STORED_DTYPES, WeightSource, check_source, stream_params
 from specjax.checkpoints.store import TOKENIZER_FOLDER, write_checkpoint
+
+# In the text of JAX's error: XLA's status, which has no class of its own.
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+# How a source is read: options of every command that opens one.
+TieEmbeddingsOption = Annotated[
+    bool | None,
+    typer.Option("--tie-embeddings/--no-tie-embeddings", help="Whether the embedding is the LM head too. Default: as the source says."),
+]
+TargetOption = Annotated[Path | None, typer.Option(help="Drafters: the checkpoint of the target that it was made for.")]
+FeatureLayersOption = Annotated[
+    str | None, typer.Option(help="EAGLE-3: boundaries of the target to read, such as 2,16,29. Default: as the source says.")
+]
+DraftIdsOption = Annotated[
+    str | None, typer.Option(help="EAGLE-3: offsets or absolute, how to read the map of a pruned vocabulary. Default: found out.")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +99,7 @@ def convert(
         What was done.
 
     Raises:
-        ValueError: An unsupported, damaged or incomplete source, or a failed check.
+        ValueError: An unsupported, damaged or incomplete source, or a check that failed or cannot run.
         OSError: The destination exists, holds the source, or cannot be written.
 
     Example:
@@ -95,11 +110,11 @@ def convert(
     destination = Path(destination)
     check_destination(destination, force=force, marker=MANIFEST)
     target_config = None if target is None else read_transformer_config(target)
-    if not Path(source).exists():
-        source = pretrained_drafters().get(str(source), source)
     found = open_any_source(source, tie_embeddings=tie_embeddings, target=target_config, feature_layers=feature_layers, draft_ids=draft_ids)
     check_keeps(destination, found.location, *found.files, *(() if target is None else (target,)))
     check_source(found)
+    if check:
+        require_reference(found)
     leaves = jax.tree.leaves(abstract_params(found.config, STORED_DTYPES[dtype]))
     num_parameters = sum(math.prod(leaf.shape) for leaf in leaves)
     skipped = {None: reason_to_skip(found, num_parameters), True: "", False: "not asked for"}[check]
@@ -153,17 +168,10 @@ def convert_command(
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to create.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that exists.")] = False,
-    tie_embeddings: Annotated[
-        bool | None,
-        typer.Option("--tie-embeddings/--no-tie-embeddings", help="Whether the embedding is the LM head too. Default: as the source says."),
-    ] = None,
-    target: Annotated[Path | None, typer.Option(help="Drafters: the checkpoint of the target that it was made for.")] = None,
-    feature_layers: Annotated[
-        str | None, typer.Option(help="EAGLE-3: boundaries of the target to read, such as 2,16,29. Default: as the source says.")
-    ] = None,
-    draft_ids: Annotated[
-        str | None, typer.Option(help="EAGLE-3: offsets or absolute, how to read the map of a pruned vocabulary. Default: found out.")
-    ] = None,
+    tie_embeddings: TieEmbeddingsOption = None,
+    target: TargetOption = None,
+    feature_layers: FeatureLayersOption = None,
+    draft_ids: DraftIdsOption = None,
     check: Annotated[
         bool | None,
         typer.Option(
@@ -182,7 +190,7 @@ def convert_command(
             force=force,
             tie_embeddings=tie_embeddings,
             target=target,
-            feature_layers=_layers(feature_layers),
+            feature_layers=layer_numbers(feature_layers),
             draft_ids=draft_ids,
             check=check,
         )
@@ -196,7 +204,12 @@ def convert_command(
         typer.echo(f"Logits agree with transformers: largest difference {done.max_logit_difference:.2g}.")
 
 
-def _layers(text: str | None) -> tuple[int, ...] | None:
+def layer_numbers(text: str | None) -> tuple[int, ...] | None:
+    """The value of a `FeatureLayersOption`.
+
+    Raises:
+        ValueError: It is not numbers with commas between them.
+    """
     if text is None:
         return None
     try:
@@ -207,7 +220,10 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """For commands: an error that the user can act on is one line on stderr and exit status 1; a warning is one line."""
+    """For commands: an error that the user can act on is one line on stderr and exit status 1; a warning is one line.
+
+    Such are wrong input, a training that diverged, and a device without enough memory.
+    """
 
     def show(message: Warning | str, category: type[Warning], *args: Any) -> None:
         typer.echo(f"warning: {message}", err=True)
@@ -216,8 +232,13 @@ def one_line_errors() -> Iterator[None]:
         warnings.showwarning = show
         try:
             yield
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, FloatingPointError) as error:
             typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+        except jax.errors.JaxRuntimeError as error:
+            if _OUT_OF_MEMORY not in str(error):
+                raise
+            typer.echo(f"error: out of memory on the device: {str(error).splitlines()[0]}", err=True)
             raise typer.Exit(1) from None
 
 

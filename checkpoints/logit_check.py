@@ -39,12 +39,25 @@ def reason_to_skip(source: WeightSource, num_parameters: int) -> str:
     return ""
 
 
+def require_reference(source: WeightSource) -> None:
+    """Refuses what `check_logits` has nothing to compare with.
+
+    Raises:
+        ValueError: A drafter, or a package that transformers needs for this is not installed.
+    """
+    if not isinstance(source.config, ModelConfig):
+        raise ValueError(f"{source.name}: {reason_to_skip(source, 0)}: pass --no-check (check=False)")
+    missing = _missing_packages(source)
+    if missing:
+        raise ValueError(f"the logit check needs {' and '.join(missing)}: install, or pass --no-check (check=False)")
+
+
 def check_logits(folder: str | Path, source: WeightSource, dtype: str) -> float:
     """Runs both models over the same tokens.
 
     Args:
         folder: The converted checkpoint.
-        source: What it was made from.
+        source: What it was made from, and `require_reference` accepts.
         dtype: The dtype that it is stored in: the original's weights are rounded to it too.
 
     Returns:
@@ -52,13 +65,7 @@ def check_logits(folder: str | Path, source: WeightSource, dtype: str) -> float:
 
     Raises:
         LogitMismatchError: It exceeds `TOLERANCE` times the largest logit.
-        ValueError: A package that transformers needs for this is not installed.
     """
-    if not isinstance(source.config, ModelConfig):
-        raise ValueError(f"{source.name}: {reason_to_skip(source, 0)}: pass --no-check (check=False)")
-    missing = _missing_packages(source)
-    if missing:
-        raise ValueError(f"the logit check needs {' and '.join(missing)}: install, or pass --no-check (check=False)")
     config = source.config
     num_tokens = min(_NUM_TOKENS, config.max_position_embeddings)
     # Spread over the vocabulary; 7919 is a prime.

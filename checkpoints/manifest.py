@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Manifest:
         dtype: Name of the dtype of its floating-point parameters.
         metadata: Where the weights came from.
         format_version: Of the checkpoint.
+        files: Bytes of each file of the parameters, by its path below their folder; `None` of a checkpoint that was written before they
+            were noted.
     """
 
     kind: str
@@ -35,6 +38,7 @@ class Manifest:
     dtype: str
     metadata: dict[str, Any]
     format_version: int = FORMAT_VERSION
+    files: Mapping[str, int] | None = None
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -63,6 +67,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "dtype": manifest.dtype,
         "metadata": manifest.metadata,
     }
+    # Earlier versions take no notice of it: the format is the same.
+    if manifest.files is not None:
+        values["files"] = dict(manifest.files)
     (folder / MANIFEST).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -95,7 +102,7 @@ def read_manifest(path: str | Path) -> Manifest:
             "again, specjax convert SOURCE DESTINATION"
         )
     absent = [field for field in ("kind", "config", "dtype", "metadata") if field not in values]
-    kinds = {"kind": str, "config": dict, "dtype": str, "metadata": dict}
+    kinds = {"kind": str, "config": dict, "dtype": str, "metadata": dict, "files": dict}
     odd = [field for field, kind in kinds.items() if field in values and not isinstance(values[field], kind)]
     if absent or odd or values["dtype"] not in STORED_DTYPES:
         wrong = f"lacks {', '.join(absent)}" if absent else f"names the dtype {values['dtype']!r}"
@@ -107,6 +114,7 @@ def read_manifest(path: str | Path) -> Manifest:
         dtype=values["dtype"],
         metadata=values["metadata"],
         format_version=version,
+        files=values.get("files"),
     )
 
 

@@ -2,7 +2,7 @@
 
 ```
 checkpoint/
-├── specjax.json     format version, kind of model, its configuration, dtype, where it came from
+├── specjax.json     format version, kind of model, its configuration, dtype, where it came from, sizes of the files in params/
 ├── params/          Orbax
 └── tokenizer/       what AutoTokenizer reads, and generation_config.json
 ```
@@ -119,7 +119,13 @@ def write_checkpoint(
         metadata: Called when all leaves are written: what else to remember.
     """
     write_arrays(folder / PARAMS_FOLDER, abstract_params(config, STORED_DTYPES[dtype]), leaves)
-    write_manifest(folder, Manifest(kind=kind_of(config), config=config, dtype=dtype, metadata=dict(metadata())))
+    files = file_sizes(folder / PARAMS_FOLDER)
+    write_manifest(folder, Manifest(kind=kind_of(config), config=config, dtype=dtype, metadata=dict(metadata()), files=files))
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file in a folder and those below it, by its path from there."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def load_checkpoint(path: str | Path, *, dtype: Any = None, shardings: Any = None) -> Checkpoint:

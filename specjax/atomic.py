@@ -9,12 +9,16 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+# What a run that can be gone on with keeps in a folder that is not finished.
+UNFINISHED = "unfinished.json"
 
-def check_destination(destination: str | Path, *, force: bool, marker: str) -> None:
+
+def check_destination(destination: str | Path, *, force: bool, marker: str, keep_unfinished: bool = False) -> None:
     """Says early whether `atomic_folder` would refuse. Writes nothing.
 
     Raises:
-        FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace.
+        FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace; or a run that can
+            be gone on with would be lost, and `force` is false.
         PermissionError: Its parent cannot be written.
     """
     destination = _real(destination)
@@ -27,6 +31,12 @@ def check_destination(destination: str | Path, *, force: bool, marker: str) -> N
         raise FileExistsError(f"{destination} is a file, not a folder that --force could replace")
     if destination.exists() and not (destination / marker).exists() and any(destination.iterdir()):
         raise FileExistsError(f"{destination} holds no {marker}: it is not something that --force would replace; remove it yourself")
+    partial = _partial(destination)
+    if (partial / UNFINISHED).exists() and not force and not keep_unfinished:
+        raise FileExistsError(
+            f"{partial} holds an unfinished run ({UNFINISHED}): go on with it, choose another destination, or pass --force (force=True) to "
+            "remove it"
+        )
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise PermissionError(f"{destination} cannot be created: {parent} is not a writable folder")
 
@@ -52,11 +62,12 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
     """A folder to fill, which takes the destination's place when the block ends without an error.
 
     An interruption at any point leaves the earlier folder, or none, never a mixture. What an interrupted run left behind is removed by the
-    next one for the same destination, or handed to it.
+    next one for the same destination, or handed to it; but a run that can be gone on with, which left an `unfinished.json`, is removed by
+    `force` alone.
 
     Args:
         destination: The folder to create; its parents are made. Of a symbolic link the folder that it points to.
-        force: Replace a folder that exists, if it is empty or holds `marker`.
+        force: Replace a folder that exists, if it is empty or holds `marker`; without `keep_unfinished` an unfinished run too.
         marker: A file that what is written here has, and what is replaced must have.
         keep_unfinished: The block can go on from what an interrupted run left: it gets the folder as it was, and if it fails
             leaves what is in it.
@@ -65,14 +76,16 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
         The folder to write into, beside the destination; empty unless `keep_unfinished`.
 
     Raises:
-        FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace.
+        FileExistsError: The destination exists and `force` is false, or it is something that `force` does not replace; or a run that can
+            be gone on with would be lost, and `force` is false.
         PermissionError: Its parent cannot be written.
         BlockingIOError: Another process is writing the same destination.
     """
     destination = _real(destination)
-    check_destination(destination, force=force, marker=marker)
+    check_destination(destination, force=force, marker=marker, keep_unfinished=keep_unfinished)
+    made = [folder for folder in destination.parents if not folder.exists()]
     destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = destination.with_name(f".{destination.name}.incomplete")
+    partial = _partial(destination)
     replaced = replaced_folder(destination)
     with _locked(partial):
         try:
@@ -81,7 +94,7 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
             if replaced.exists():
                 # An earlier run stopped between the two renames below (put the old folder back), or right after them.
                 shutil.rmtree(replaced) if destination.exists() else replaced.rename(destination)
-                check_destination(destination, force=force, marker=marker)
+                check_destination(destination, force=force, marker=marker, keep_unfinished=keep_unfinished)
             yield partial
             if destination.exists():
                 destination.rename(replaced)
@@ -91,6 +104,7 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
                 replaced.rename(destination)
             if not keep_unfinished or not any(partial.iterdir()):
                 shutil.rmtree(partial, ignore_errors=True)
+            _remove_if_empty(made)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -98,6 +112,11 @@ def atomic_folder(destination: str | Path, *, force: bool = False, marker: str, 
 def replaced_folder(destination: Path) -> Path:
     """Where the earlier folder is for the moment between two renames, or until the next run if the process was killed there."""
     return destination.with_name(f".{destination.name}.replaced")
+
+
+def _partial(destination: Path) -> Path:
+    """Where a folder is filled."""
+    return destination.with_name(f".{destination.name}.incomplete")
 
 
 def _real(path: str | Path) -> Path:
@@ -118,6 +137,13 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _remove_if_empty(folders: list[Path]) -> None:
+    """Those, the innermost first, up to one in which there is something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _empty(folder: Path) -> None:

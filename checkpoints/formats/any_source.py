@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specjax.checkpoints.formats import gguf_file, hugging_face
 from specjax.checkpoints.formats.drafters import open_drafter
+from specjax.checkpoints.pretrained_drafters import pretrained_drafters
 from specjax.checkpoints.source import WeightSource
 from specjax.model_config import ModelConfig
 
@@ -19,10 +20,10 @@ def open_any_source(
     feature_layers: Sequence[int] | None = None,
     draft_ids: str | None = None,
 ) -> WeightSource:
-    """Finds out what is there, and opens it. Of the weights no more is read than that takes.
+    """Finds out what is there, and opens it. Of the weights no more is read than that takes; those of a hub id are downloaded.
 
     Args:
-        source: A folder or hub id, or a `.gguf` file.
+        source: A folder or hub id, a `.gguf` file, or one of `pretrained_drafters()` by its name.
         tie_embeddings: Target models: whether the embedding is the LM head too; `None` goes by the source.
         target: Drafters: the target's shape. See `open_drafter`.
         feature_layers: EAGLE-3 drafters. See `open_drafter`.
@@ -33,7 +34,9 @@ def open_any_source(
     """
     if str(source).endswith(".gguf"):
         return _plain(gguf_file.open_source(source, tie_embeddings=tie_embeddings), target, feature_layers, draft_ids)
-    folder, name = hugging_face.locate(source)
+    if not Path(source).exists():
+        source = pretrained_drafters().get(str(source), source)
+    folder, name = hugging_face.locate(source, tie_embeddings=tie_embeddings)
     drafter = open_drafter(folder, name=name, target=target, feature_layers=feature_layers, draft_ids=draft_ids)
     if drafter is None:
         return _plain(hugging_face.open_folder(folder, name, tie_embeddings=tie_embeddings), target, feature_layers, draft_ids)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.formats import eagle3_format, hydra_format, medusa_format
-from specjax.checkpoints.formats.fields import read_json
+from specjax.checkpoints.formats.fields import optional_list, read_json
 from specjax.checkpoints.formats.tensor_files import open_file, open_weight_files
 from specjax.checkpoints.source import WeightSource
 from specjax.model_config import ModelConfig
 
+HEAD_FILES = (*medusa_format.FILES, *hydra_format.FILES)
+"""Files that only drafters have."""
+
 _ALGORITHMS = ("eagle3", "medusa")
+# In the names of their classes.
+_NAMES = ("eagle", "medusa", "hydra")
 
 
 def open_drafter(
@@ -59,6 +64,18 @@ def open_drafter(
         return _open(folder, name, raw, target=target, feature_layers=feature_layers, draft_ids=draft_ids)
     except ValueError as error:
         raise error if str(error).startswith(f"{name}: ") else ValueError(f"{name}: {error}") from error
+
+
+def may_be_drafter(raw: Mapping[str, Any], tensor_names: Iterable[str]) -> bool:
+    """Whether a folder may hold a drafter, by what there is without its weights. `open_drafter` finds out whether it does.
+
+    Args:
+        raw: The contents of config.json.
+        tensor_names: Names in the weight files, as far as they are known.
+    """
+    classes = " ".join([*(optional_list(raw, "architectures", str) or []), str(raw.get("model_type"))]).lower()
+    said = raw.get("speculators_model_type") is not None or any(name in classes for name in _NAMES)
+    return said or medusa_format.detects(raw) or hydra_format.detects(raw) or eagle3_format.detects(raw, tuple(tensor_names))
 
 
 def _open(

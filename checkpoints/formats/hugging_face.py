@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
 
+from specjax.checkpoints.formats.drafters import HEAD_FILES, may_be_drafter
 from specjax.checkpoints.formats.families import architecture, model_config
 from specjax.checkpoints.formats.fields import read_json
 from specjax.checkpoints.formats.parameters import row_chunks
-from specjax.checkpoints.formats.tensor_files import INDEX, needed_weight_files
+from specjax.checkpoints.formats.tensor_files import INDEX, TORCH_INDEX, needed_weight_files
 from specjax.checkpoints.formats.transformer_weights import transformer_table
 from specjax.checkpoints.source import StoredTensor, WeightSource
 from specjax.model_config import ModelConfig
@@ -34,31 +36,37 @@ TOKENIZER_FILES = (
 )
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Whole models, and what drafters are published as. PyTorch's format only where there is nothing else.
-_SAFETENSORS = ("model*.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
-_TORCH = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt", "hydra_lm_head.pt")
+_SAFETENSORS = ("model*.safetensors", *(file for file in HEAD_FILES if file.endswith(".safetensors")))
+_TORCH = ("pytorch_model*.bin", *(file for file in HEAD_FILES if not file.endswith(".safetensors")))
 # Some old checkpoints carry the rotary frequencies; they follow from the configuration.
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
-def locate(source: str | Path) -> tuple[Path, str]:
+def locate(source: str | Path, *, tie_embeddings: bool | None = None) -> tuple[Path, str]:
     """The folder of a model, and what to call it.
 
     Args:
-        source: A folder, or the id of a model on the Hugging Face hub, which is downloaded into the hub's cache.
+        source: A folder, or the id of a model on the Hugging Face hub, which is downloaded into the hub's cache: its configuration first,
+            and its weights if that is supported.
+        tie_embeddings: As in `open_source`.
 
     Raises:
-        ValueError: Neither a folder nor a hub id in reach.
+        ValueError: Neither a folder nor a hub id in reach, or the hub's model has an unsupported configuration.
     """
     if Path(source).is_dir():
         return Path(source), Path(source).resolve().name
-    complaint = f"{str(source)!r} is neither a folder nor the id of a model that the Hugging Face hub serves"
+    name = str(source)
+    folder = _download(name, (*TOKENIZER_FILES, INDEX, TORCH_INDEX))
+    raw = read_json(folder / "config.json", name)
     try:
-        folder = Path(huggingface_hub.snapshot_download(str(source), allow_patterns=[*_SAFETENSORS, *TOKENIZER_FILES]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(huggingface_hub.snapshot_download(str(source), allow_patterns=[*_TORCH, *TOKENIZER_FILES]))
-        return folder, str(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{complaint} ({_first_line(error)})") from error
+        model_config(raw, tie_embeddings=tie_embeddings)
+    except ValueError:
+        if not _may_be_drafter(raw, folder, name):
+            raise
+    _download(name, _SAFETENSORS, revision=folder.name)
+    if not any(folder.glob("*.safetensors")):
+        _download(name, _TORCH, revision=folder.name)
+    return folder, name
 
 
 def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> WeightSource:
@@ -74,7 +82,7 @@ def open_source(source: str | Path, *, tie_embeddings: bool | None = None) -> We
     Raises:
         ValueError: Neither a folder nor a hub id in reach, an unsupported configuration, or an unreadable file.
     """
-    return open_folder(*locate(source), tie_embeddings=tie_embeddings)
+    return open_folder(*locate(source, tie_embeddings=tie_embeddings), tie_embeddings=tie_embeddings)
 
 
 def open_folder(folder: Path, name: str, *, tie_embeddings: bool | None = None) -> WeightSource:
@@ -111,6 +119,25 @@ def copy_tokenizer(folder: Path, destination: Path) -> bool:
         if (folder / file).is_file():
             shutil.copyfile(folder / file, destination / file)
     return True
+
+
+def _download(name: str, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """The folder of a hub's model, whose name is that of its revision, with those of the files that the model has."""
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), revision=revision))
+    except (OSError, ValueError) as error:
+        complaint = f"{name!r} is neither a folder nor the id of a model that the Hugging Face hub serves"
+        raise ValueError(f"{complaint} ({_first_line(error)})") from error
+
+
+def _may_be_drafter(raw: Mapping[str, Any], folder: Path, name: str) -> bool:
+    """Whether a hub's model without a supported language model's configuration may be a drafter. Fetches the heads of one, if any."""
+    maps = [read_json(folder / index, name).get("weight_map") for index in (INDEX, TORCH_INDEX) if (folder / index).is_file()]
+    tensor_names = [tensor for found in maps if isinstance(found, dict) for tensor in found]
+    if may_be_drafter(raw, tensor_names):
+        return True
+    _download(name, HEAD_FILES, revision=folder.name)
+    return any((folder / file).is_file() for file in HEAD_FILES)
 
 
 def _expert_layout(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:

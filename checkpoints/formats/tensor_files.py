@@ -21,7 +21,8 @@ from specjax.checkpoints.source import StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+_TORCH_SINGLE = "pytorch_model.bin"
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pth", ".pt")
@@ -59,7 +60,7 @@ def open_weight_files(folder: Path, name: str) -> TensorFiles | None:
         ValueError: A shard that is missing or cut short, a tensor in two shards, an index that disagrees with them, or a file in
             PyTorch's format that is not safe to read.
     """
-    for index, single in ((INDEX, SINGLE), (_TORCH_INDEX, _TORCH_SINGLE)):
+    for index, single in ((INDEX, SINGLE), (TORCH_INDEX, _TORCH_SINGLE)):
         if (folder / single).is_file():
             return open_file(folder / single, name)
         if (folder / index).is_file():

@@ -1,4 +1,7 @@
-"""`specjax describe`: what is in a checkpoint of any format, and whether it would convert. Of the weights next to nothing is read."""
+"""`specjax describe`: what is in a checkpoint of any format, and whether it would convert. Of the weights next to nothing is read.
+
+Of a hub id they are downloaded all the same, where its configuration is supported.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +20,19 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from specjax.checkpoints.arrays import stored_arrays
-from specjax.checkpoints.convert import one_line_errors
+from specjax.checkpoints.convert import (
+    DraftIdsOption,
+    FeatureLayersOption,
+    TargetOption,
+    TieEmbeddingsOption,
+    layer_numbers,
+    one_line_errors,
+)
 from specjax.checkpoints.formats.any_source import open_any_source
 from specjax.checkpoints.kinds import abstract_params, build_model, config_to_dict, head_kind, kind_of
-from specjax.checkpoints.manifest import is_checkpoint, read_manifest
+from specjax.checkpoints.manifest import is_checkpoint, read_manifest, read_transformer_config
 from specjax.checkpoints.source import STORED_DTYPES, compare
-from specjax.checkpoints.store import PARAMS_FOLDER
+from specjax.checkpoints.store import PARAMS_FOLDER, file_sizes
 from specjax.commands.memory_plan import num_bytes, plan_memory
 
 _MAX_SHOWN = 8
@@ -48,7 +58,9 @@ class Description:
         context: Tokens a row.
         missing: What the configuration needs and is not there.
         left_over: What is there and fits nowhere.
-        wrong: Tensors of another shape or dtype, a sentence each.
+        wrong: Tensors of another shape or dtype, and files of another size, a sentence each.
+        files_checked: Whether the files are known to be all there, in their sizes; not of a checkpoint that was written before it noted
+            them.
     """
 
     name: str
@@ -67,10 +79,11 @@ class Description:
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
     wrong: tuple[str, ...]
+    files_checked: bool
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing, left over or wrong."""
+        """Whether nothing is missing, left over or wrong, as far as was checked."""
         return not (self.missing or self.left_over or self.wrong)
 
     def to_json(self) -> dict[str, Any]:
@@ -79,23 +92,38 @@ class Description:
         return values | {"config": config_to_dict(self.config), "is_whole": self.is_whole}
 
 
-def describe(path: str | Path, *, batch_size: int = 1, context: int | None = None, dtype: str = "bfloat16") -> Description:
-    """Describes a checkpoint, a Hugging Face folder or hub id, a GGUF file or a drafter as published.
+def describe(
+    path: str | Path,
+    *,
+    batch_size: int = 1,
+    context: int | None = None,
+    dtype: str = "bfloat16",
+    tie_embeddings: bool | None = None,
+    target: str | Path | None = None,
+    feature_layers: Sequence[int] | None = None,
+    draft_ids: str | None = None,
+) -> Description:
+    """Describes a checkpoint, or what `convert` takes: a Hugging Face folder or hub id, a GGUF file or a drafter.
 
     Args:
         path: What to describe.
         batch_size: B, for the memory of the cache.
         context: Tokens a row, likewise; `None` is the model's whole window.
         dtype: `"bfloat16"` or `"float32"`, for the memory of weights and cache.
+        tie_embeddings: As in `convert`, and so are the next three.
+        target: Drafters: the checkpoint of its target.
+        feature_layers: EAGLE-3 drafters.
+        draft_ids: EAGLE-3 drafters.
 
     Raises:
-        ValueError: Nothing that is supported, or a number below 1.
+        ValueError: Nothing that is supported, a number below 1, or an option that does not apply to what is there.
     """
     if dtype not in STORED_DTYPES:
         raise ValueError(f"dtype must be one of {sorted(STORED_DTYPES)}, got {dtype!r}")
     if batch_size < 1 or (context is not None and context < 1):
         raise ValueError(f"batch_size and context must be at least 1, got {batch_size} and {context}")
-    found = _of_checkpoint(Path(path)) if is_checkpoint(path) else _of_source(path)
+    reading = {"tie_embeddings": tie_embeddings, "target": target, "feature_layers": feature_layers, "draft_ids": draft_ids}
+    found = _of_checkpoint(Path(path), reading) if is_checkpoint(path) else _of_source(path, reading)
     model = build_model(found["config"], STORED_DTYPES[dtype])
     decoder = getattr(model.config, "decoder", model.config)
     window = getattr(decoder, "max_position_embeddings", 0)
@@ -112,8 +140,12 @@ def describe(path: str | Path, *, batch_size: int = 1, context: int | None = Non
     )
 
 
-def _of_checkpoint(path: Path) -> dict[str, Any]:
+def _of_checkpoint(path: Path, reading: Mapping[str, Any]) -> dict[str, Any]:
+    unused = [option for option, value in reading.items() if value is not None]
+    if unused:
+        raise ValueError(f"{path} is a specjax checkpoint, in which everything is settled: {', '.join(unused)} does not apply to it")
     manifest = read_manifest(path)
+    noted, there = manifest.files or {}, file_sizes(path / PARAMS_FOLDER)
     stored = stored_arrays(path / PARAMS_FOLDER)
     expected = _flat(abstract_params(manifest.config, STORED_DTYPES[manifest.dtype]))
     sizes: Counter[str] = Counter()
@@ -124,6 +156,12 @@ def _of_checkpoint(path: Path) -> dict[str, Any]:
         for name, leaf in expected.items()
         if name in stored and (stored[name].shape, stored[name].dtype) != (leaf.shape, leaf.dtype)
     ]
+    wrong += [
+        f"file {PARAMS_FOLDER}/{file} should have {size} bytes, got {there[file]}: is the copy whole?"
+        for file, size in noted.items()
+        if there.get(file, size) != size
+    ]
+    lost = [f"file {PARAMS_FOLDER}/{file}" for file in noted if file not in there]
     return {
         "name": manifest.metadata.get("source") or path.resolve().name,
         "format": f"specjax, format {manifest.format_version}",
@@ -131,14 +169,16 @@ def _of_checkpoint(path: Path) -> dict[str, Any]:
         "quantisation": manifest.metadata.get("quantisation", "none"),
         "config": manifest.config,
         "stored": dict(sizes),
-        "missing": tuple(name for name in expected if name not in stored),
+        "missing": (*(name for name in expected if name not in stored), *lost),
         "left_over": tuple(name for name in stored if name not in expected),
         "wrong": tuple(wrong),
+        "files_checked": manifest.files is not None,
     }
 
 
-def _of_source(path: str | Path) -> dict[str, Any]:
-    source = open_any_source(path)
+def _of_source(path: str | Path, reading: Mapping[str, Any]) -> dict[str, Any]:
+    target = None if reading["target"] is None else read_transformer_config(reading["target"])
+    source = open_any_source(path, **{**reading, "target": target})
     found = compare(source)
     sizes: Counter[str] = Counter()
     for tensor in source.tensors.values():
@@ -153,6 +193,7 @@ def _of_source(path: str | Path) -> dict[str, Any]:
         "missing": tuple(dict.fromkeys(name for names in found.unfilled.values() for name in names)),
         "left_over": found.unmapped,
         "wrong": found.wrong,
+        "files_checked": True,  # whoever opens them compares their sizes with what they say of themselves
     }
 
 
@@ -161,16 +202,35 @@ def _flat(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def describe_command(
-    path: Annotated[str, typer.Argument(help="A checkpoint, a Hugging Face folder or hub id, a GGUF file, or a drafter as published.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint, a Hugging Face folder or hub id (the weights are downloaded if its configuration is supported), "
+            "a .gguf file, or a drafter as published, or one that comes with specjax."
+        ),
+    ],
     batch: Annotated[int, typer.Option(help="Sequences in a batch, for the memory of the cache.")] = 1,
     context: Annotated[int | None, typer.Option(help="Tokens a sequence, likewise. Default: the whole window.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32, for the memory of weights and cache.")] = "bfloat16",
+    tie_embeddings: TieEmbeddingsOption = None,
+    target: TargetOption = None,
+    feature_layers: FeatureLayersOption = None,
+    draft_ids: DraftIdsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Says what is in a checkpoint of any format, and whether it is whole; exit status 1 if it is not."""
     jax.config.update("jax_platforms", "cpu")
     with one_line_errors():
-        found = describe(path, batch_size=batch, context=context, dtype=dtype)
+        found = describe(
+            path,
+            batch_size=batch,
+            context=context,
+            dtype=dtype,
+            tie_embeddings=tie_embeddings,
+            target=target,
+            feature_layers=layer_numbers(feature_layers),
+            draft_ids=draft_ids,
+        )
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
@@ -196,7 +256,8 @@ def _print(found: Description) -> None:
     for title, names in (("missing", found.missing), ("left over", found.left_over), ("wrong", found.wrong)):
         for name in names:
             console.print(f"{title}: {name}")
-    console.print("whole" if found.is_whole else "NOT whole", style="bold")
+    unchecked = "" if found.files_checked else ", but weights not checked: this checkpoint does not say how large its files are"
+    console.print(f"whole{unchecked}" if found.is_whole else "NOT whole", style="bold")
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

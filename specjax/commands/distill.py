@@ -82,7 +82,7 @@ def distill(
         raise ValueError(f"distill needs one of num_sequences and num_tokens, at least 1 (none with prompts: all of them), got {limits}")
     if prompts is not None and (system_prompts or config.user_loss):
         raise ValueError("system_prompts and user_loss are for turns that the target writes: prompts have their own, and no loss")
-    check_destination(destination, force=force, marker=MANIFEST)
+    check_destination(destination, force=force, marker=MANIFEST, keep_unfinished=True)
     check_keeps(destination, target, *([] if prompts is None else [prompts]))
     model_config = read_transformer_config(target)
     abstract = abstract_checkpoint(target, dtype=dtype)

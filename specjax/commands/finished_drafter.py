@@ -82,6 +82,11 @@ def network_with_head(model: Any, head: DraftHead, target: ModelConfig) -> Any:
     return DraftModelNetwork(DraftModelConfig(decoder=_decoder(model), head=head), dtype=model.dtype, param_dtype=model.param_dtype)
 
 
+def goes_on_with(finished: Checkpoint, head: DraftHead) -> bool:
+    """Whether this is the finished drafter's own head, whose arrays are gone on with."""
+    return getattr(finished.model.config, "head", None) == head
+
+
 def task_of(network: Any, settings: TrainSettings) -> TrainingTask:
     """How a network from `network_with_head` is trained."""
     if isinstance(network, DraftModelNetwork):
@@ -122,17 +127,17 @@ def params_with_head(finished: Checkpoint, head: DraftHead, start: HeadStart | N
     Args:
         finished: The finished drafter.
         head: Its new head; if it is the one that it has, its arrays are gone on with.
-        start: What another head is made from; `None` if there is no full head to make it from.
+        start: What another head is made from; `None` if none is made, or there is no full head to make it from.
         rng: For what is random.
 
     Raises:
         ValueError: A head that is neither the drafter's own nor can be made.
     """
     body = {name: leaf for name, leaf in finished.params.items() if name != DRAFT_HEAD}
-    own = getattr(finished.model.config, "head", None)
-    if head == own:
+    if goes_on_with(finished, head):
         arrays = finished.params.get(DRAFT_HEAD, {})
     elif start is None:
+        own = getattr(finished.model.config, "head", None)
         raise ValueError(f"{head} cannot be made from the drafter's {own}: begin with a drafter that has the full head")
     else:
         arrays = start.params(head, rng)

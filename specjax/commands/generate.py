@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from specjax.capacity import bucket, rounded_capacity
+from specjax.capacity import bucket, rounded_capacity, slots_needed
 from specjax.checkpoints.convert import one_line_errors
 from specjax.checkpoints.manifest import read_transformer_config
 from specjax.checkpoints.pairing import drafter_for_target
-from specjax.checkpoints.store import Checkpoint, load_checkpoint, read_model
+from specjax.checkpoints.store import Checkpoint, abstract_checkpoint, load_checkpoint
 from specjax.commands.memory_plan import MemoryPlan, plan_memory
 from specjax.drafting.drafter import Drafter
 from specjax.drafting.prompt_lookup import PromptLookup
 from specjax.generate import prepare_call
 from specjax.generate_config import GenerateConfig
+from specjax.requests import prepare
 from specjax.sampling import MIN_TEMPERATURE, SamplingParams
 from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.state import FinishReason
@@ -89,25 +90,30 @@ def generate_command(
         paths = [target] if drafter in (PROMPT_LOOKUP, NO_DRAFTER) else [target, Path(drafter)]
         text = sys.stdin.read() if prompt == "-" else prompt
         left_out.check(read_transformer_config(target))
-        models = [read_model(path, dtype=number) for path in paths]
+        abstract = [abstract_checkpoint(path, dtype=number) for path in paths]
+        if left_out.calibrated_for is not None:
+            left_out.calibrated_for.check_source(abstract[0].metadata)
+        tokenizer = abstract[0].tokenizer()
+        tokens = _encode(tokenizer, text, raw=raw)
+        # `None` where nothing is filtered: that is another program, and the one that is timed is to be the one that runs.
+        sampling = SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p)
+        call: dict[str, Any] = dict(
+            sampling=sampling, eos_token_ids=abstract[0].eos_token_ids(), ignore_eos=ignore_eos, rng=jax.random.key(seed)
+        )
         draft_length = 0 if drafter == NO_DRAFTER else num_speculative_tokens
-        behind = config.max_unsettled(draft_length) + 1
-        slots = max(len(text.encode()) + max_new_tokens + behind, left_out.refresh_rows(draft_length))
-        plan = plan_memory(models, batch_size=1, capacity=rounded_capacity(bucket(slots)), sparsity=left_out)
+        # Refuses what the call would, before minutes go into weights.
+        _, static = prepare(abstract[0].model.config, [tokens], draft_length=draft_length, config=config, **call)
+        models, capacity = [checkpoint.model for checkpoint in abstract], static.cache_capacity or 0
+        plan = plan_memory(models, batch_size=1, capacity=capacity, sparsity=left_out)
         typer.echo(plan.describe(), err=True)
         plan.check()
         plan_of_timing = None
         if left_out.lossless is not None and lossless:
-            slots = max(slots, len(text.encode()) + room_for_loops(left_out.lossless, draft_length) + behind)
-            plan_of_timing = plan_memory(models, batch_size=1, capacity=bucket(slots), sparsity=left_out, copies=2)
+            num_new = room_for_loops(left_out.lossless, draft_length)
+            capacity = max(capacity, _slots(len(tokens), num_new, draft_length=draft_length, config=config))
+            plan_of_timing = plan_memory(models, batch_size=1, capacity=capacity, sparsity=left_out, copies=2)
         checkpoints = [load_checkpoint(path, dtype=number) for path in paths]
-        if left_out.calibrated_for is not None:
-            left_out.calibrated_for.check_source(checkpoints[0].metadata)
         chosen, params = _drafter(drafter, checkpoints, allow_different=allow_different_tokenizer)
-        tokenizer = checkpoints[0].tokenizer()
-        tokens = _encode(tokenizer, text, raw=raw)
-        # `None` where nothing is filtered: that is another program, and the one that is timed is to be the one that runs.
-        sampling = SamplingParams(temperature=temperature, top_k=top_k or None, top_p=None if top_p == 1 else top_p)
         if plan_of_timing is not None:
             config = _by_measured_costs(config, checkpoints[0], chosen, params, tokens, sampling, seed, plan_of_timing)
         updates = stream_generate(
@@ -117,10 +123,7 @@ def generate_command(
             params,
             [tokens],
             config=config,
-            sampling=sampling,
-            eos_token_ids=checkpoints[0].eos_token_ids(),
-            ignore_eos=ignore_eos,
-            rng=jax.random.key(seed),
+            **call,
         )
         typer.echo("compiling …", err=True)
         _print_stream(updates, tokenizer)
@@ -134,6 +137,18 @@ def _read_sparsity(path: Path, agreement: float) -> SparsityConfig:
     if isinstance(values, dict) and "rows" in values:
         return SparsityConfig.from_calibration(path, agreement=agreement)
     return SparsityConfig.from_json(values)
+
+
+def _slots(num_tokens: int, num_new: int, *, draft_length: int, config: GenerateConfig) -> int:
+    """Of the cache, for so many new tokens behind a prompt, whether or not the model's window has room for them."""
+    needed = slots_needed(
+        start=0,
+        num_columns=bucket(num_tokens),
+        num_new=bucket(num_new),
+        draft_length=config.max_unsettled(draft_length),
+        chunk_size=config.prefill_chunk_size,
+    )
+    return rounded_capacity(needed)
 
 
 def _checked(left_out: SparsityConfig) -> Lossless:

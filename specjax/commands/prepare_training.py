@@ -23,6 +23,7 @@ from specjax.commands.finished_drafter import (
     states_covariance,
     task_of,
 )
+from specjax.commands.settle_settings import data_config, num_steps_of, settings_with_drafter, with_sequence_length
 from specjax.commands.token_data import origin, tokenizer_and_ends
 from specjax.commands.training_memory import plan_training, warn_of_float32
 from specjax.drafting.eagle3 import Eagle3
@@ -31,13 +32,13 @@ from specjax.drafting.heads.from_full_head import frequent_tokens
 from specjax.drafting.heads.named_head import named_head
 from specjax.drafting.medusa import Medusa
 from specjax.model_config import ModelConfig
-from specjax.training.data import DataConfig, TokenBatches
+from specjax.training.data import TokenBatches
 from specjax.training.evaluate import Evaluation
 from specjax.training.hidden_covariance import hidden_covariance
 from specjax.training.metrics import Report
 from specjax.training.new_drafters import HeadStart, initial_params, new_eagle3, new_hydra, new_medusa
 from specjax.training.partition import merge_params, split_params
-from specjax.training.settings import DRAFT_MODEL, TrainSettings
+from specjax.training.settings import DRAFT_MODEL, EAGLE3, TrainSettings
 from specjax.training.target_batch import TargetArrays
 from specjax.training.tasks.eagle3_task import Eagle3Task
 from specjax.training.tasks.hydra_task import HydraTask
@@ -51,8 +52,6 @@ from specjax.training.trainer import TrainResult, train
 
 # Batches from which the covariance of the target's hidden states is taken.
 _COVARIANCE_BATCHES = 4
-# Lengths of sequences that are chosen: multiples of the one, up to the other.
-_LENGTH_STEP, _LONGEST = 64, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PreparedTraining:
     """All that a training run needs, loaded and checked.
 
     Attributes:
-        settings: What to train, the length of sequences settled.
+        settings: What to train, all settled that they leave open: this is what a checkpoint remembers.
         target: Checkpoint of the target.
         target_name: What it is called.
         target_identity: What tells its weights from others.
@@ -165,6 +164,7 @@ def prepare_training(
     finished = None if start is None else open_finished(start, settings, abstract, dtype=abstract.model.dtype)
     width = config.hidden_size if finished is None else hidden_size_of(finished.model)
     heads = {variant.name: named_head(variant.head, hidden_size=width, vocab_size=config.vocab_size) for variant in settings.variants}
+    settings = settings_with_drafter(settings, heads, finished)
     tokenizer, ends = tokenizer_and_ends(abstract)
     files = open_token_files(data, tokenizer)
     settings = with_sequence_length(settings, files)
@@ -205,13 +205,13 @@ def prepare_training(
     arrays, params = TargetArrays.of(config, checkpoint.params), {}
     lm_head = arrays.lm_head if loaded is None else full_head_of(loaded.model, loaded.params, arrays)
     norm_scale = checkpoint.params["final_norm"]["scale"]
-    made: dict[tuple[str, str], Any] = {}
+    made: dict[tuple[str, str | None], Any] = {}
     for variant in settings.variants:
         head_start, init = None, "random" if resumed else variant.init
         if (variant.head, init) in made:
             params[variant.name] = made[variant.head, init]
             continue
-        if lm_head is not None:
+        if lm_head is not None and init is not None:
             options: dict[str, Any] = dict(init=init, covariance=covariance, token_ids=token_ids)
             head_start = HeadStart(lm_head=lm_head, norm_scale=norm_scale, **options)
         # One key for all: drafters that differ in their heads begin with the same body.
@@ -233,7 +233,7 @@ def prepare_training(
         target_name=(checkpoint.metadata.get("source") or Path(target).resolve().name).removesuffix(".gguf"),
         files=files,
         batches=batches,
-        num_steps=settings.num_steps or (None if settings.max_seconds else _steps_of_epochs(settings, batches)),
+        num_steps=num_steps_of(settings, batches),
         networks=networks,
         drafters=drafters,
         params=params,
@@ -259,34 +259,15 @@ def token_files(data: str | Path | Sequence[str | Path]) -> TokenFiles:
     return TokenFiles(data) if isinstance(data, str | Path) else TokenFiles(*data)
 
 
-def with_sequence_length(settings: TrainSettings, files: TokenFiles) -> TrainSettings:
-    """The settings with a length of sequences: their own, or what the longest of the files needs."""
-    if settings.sequence_length is not None:
-        return settings
-    if settings.packed:
-        return dataclasses.replace(settings, sequence_length=_LONGEST)
-    longest = -(-int(files.lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP
-    return dataclasses.replace(settings, sequence_length=min(longest, _LONGEST))
-
-
-def data_config(settings: TrainSettings) -> DataConfig:
-    """Batches as these settings have them."""
-    assert settings.sequence_length is not None, "see with_sequence_length"
-    names = ("batch_size", "sequence_length", "packed", "seed")
-    return DataConfig(**{name: getattr(settings, name) for name in names})
-
-
-def _steps_of_epochs(settings: TrainSettings, batches: TokenBatches) -> int:
-    return max(settings.num_epochs * batches.num_rows // settings.batch_size, 1)
-
-
 def _trained_as_shapes(params: Any, task: TrainingTask) -> Any:
     trained, fixed = split_params(params, task.is_trained)
     return merge_params(jax.eval_shape(lambda: trained), fixed)
 
 
 def _network(target: ModelConfig, head: DraftHead, settings: TrainSettings, dtype: Any) -> Any:
-    if settings.drafter == "eagle3":
+    if settings.drafter == EAGLE3:
+        assert settings.fc_norm is not None, "see settings_with_drafter"
+        assert settings.norm_output is not None, "see settings_with_drafter"
         return new_eagle3(target, head, fc_norm=settings.fc_norm, norm_output=settings.norm_output, dtype=dtype)
     make = new_medusa if settings.drafter == "medusa" else new_hydra
     return make(target, head, num_draft_heads=settings.chain, dtype=dtype)

@@ -51,7 +51,7 @@ def tokenize(
             the assistant's turns.
         max_tokens: The longest sequence. What a chat has beyond it is cut off.
         separator: `"text"`: what stands between the documents of a text file; `None`: a file is a document.
-        force: Replace token files that exist.
+        force: Replace token files that exist, and an unfinished run of `distill`.
         progress: Show a progress bar on stderr.
 
     Returns:
@@ -127,7 +127,7 @@ def tokenize_command(
     chat: Annotated[bool, typer.Option("--chat", help="The files hold chats: the loss counts on the assistant's turns.")] = False,
     max_tokens: Annotated[int, typer.Option(help="The longest sequence: documents are split, chats cut.")] = 2048,
     separator: Annotated[str | None, typer.Option(help="What stands between documents of a text file. Default: a file is one.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace token files that exist.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace token files that exist, and an unfinished distill.")] = False,
 ) -> None:
     """Tokenizes text or chats to training data."""
     jax.config.update("jax_platforms", "cpu")

@@ -15,7 +15,7 @@ from specjax.training.distillation import LossPositions
 from specjax.training.losses import DraftLoss
 from specjax.training.new_drafters import INITS
 from specjax.training.optimizer import OptimizerConfig
-from specjax.training.settings import DRAFTERS, TrainSettings, Variant
+from specjax.training.settings import DEFAULT_INIT, DRAFTERS, TrainSettings, Variant
 
 
 def train_command(
@@ -28,7 +28,9 @@ def train_command(
     max_seconds: Annotated[
         float | None, typer.Option(help="Time for the training steps alone, compiling and saving aside; with --steps whichever is less.")
     ] = None,
-    epochs: Annotated[int, typer.Option(help="How often the data comes.")] = TrainSettings.num_epochs,
+    epochs: Annotated[
+        int | None, typer.Option(help="How often the data comes, instead of --steps and --max-seconds. Default: once.")
+    ] = None,
     batch_size: Annotated[
         int, typer.Option(help="Sequences a training step, a multiple of the number of devices.")
     ] = TrainSettings.batch_size,
@@ -47,9 +49,23 @@ def train_command(
     warmup_steps: Annotated[int, typer.Option(help="Steps over which it rises.")] = OptimizerConfig.warmup_steps,
     every: Annotated[int, typer.Option(help="Take the loss at every k-th position.")] = LossPositions.every,
     chunk_size: Annotated[int, typer.Option(help="Positions whose logits are held at once.")] = LossPositions.chunk_size,
-    init: Annotated[str, typer.Option(help=f"How draft heads begin: {', '.join(INITS)}.")] = Variant.init,
-    fc_norm: Annotated[bool, typer.Option(help="EAGLE-3: norm the features of each boundary.")] = TrainSettings.fc_norm,
-    norm_output: Annotated[bool, typer.Option(help="EAGLE-3: recursive steps go on from the normed state.")] = TrainSettings.norm_output,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How draft heads begin: {', '.join(INITS)}. Default: {DEFAULT_INIT}; the head that the drafter of --from has goes on."
+        ),
+    ] = None,
+    fc_norm: Annotated[
+        bool | None,
+        typer.Option("--fc-norm/--no-fc-norm", help="EAGLE-3: norm the features of each boundary. Default: yes; with --from as it has it."),
+    ] = None,
+    norm_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--norm-output/--no-norm-output",
+            help="EAGLE-3: recursive steps go on from the normed state. Default: yes; with --from as it has it.",
+        ),
+    ] = None,
     start: Annotated[
         Path | None,
         typer.Option("--from", help="A finished drafter to begin with: an EAGLE-3 drafter, or the draft model of --drafter draft_model."),

@@ -15,7 +15,8 @@ from specjax.atomic import check_destination, check_keeps
 from specjax.checkpoints.manifest import MANIFEST
 from specjax.checkpoints.store import abstract_checkpoint
 from specjax.checkpoints.training_run import TrainingCheckpoints
-from specjax.commands.prepare_training import data_config, open_token_files, outcome, prepare_training, token_files, with_sequence_length
+from specjax.commands.prepare_training import open_token_files, outcome, prepare_training, token_files
+from specjax.commands.settle_settings import data_config, with_sequence_length
 from specjax.training.data import TokenBatches
 from specjax.training.evaluate import Evaluation, evaluate
 from specjax.training.metrics import Report
@@ -89,15 +90,17 @@ def train_drafters(
     destination = Path(destination)
     state = destination / STATE_FOLDER
     paths = {variant.name: destination / variant.name for variant in settings.variants}
-    for path in paths.values():
-        # Where there is a state, a drafter may be one of the very run that it is of, which was interrupted while it saved them.
-        check_destination(path, force=force or state.exists(), marker=MANIFEST)
+    resumed = TrainingCheckpoints(state, force=force).will_restore()
     folders = [data] if isinstance(data, str | Path) else data
-    check_keeps(destination, target, *folders, *(path for path in (start, held_out) if path is not None))
+    needed = [target, *folders, *(path for path in (start, held_out) if path is not None)]
+    for path in (*paths.values(), state):
+        check_keeps(path, *needed)
+    for path in paths.values():
+        # A run that goes on, or is refused before it saves, may have been interrupted while it saved its drafters: this may be one of them.
+        check_destination(path, force=force or resumed, marker=MANIFEST)
     checkpoints = run_checkpoints(state, settings, force=force)
     settings = with_sequence_length(settings, token_files(data))
     held_out_batches = None if held_out is None else _held_out(held_out, target, settings)
-    resumed = checkpoints is not None and checkpoints.will_restore()
     prepared = prepare_training(target, data, settings, start=start, dtype=dtype, resumed=resumed)
     if progress:
         typer.echo(prepared.describe_data(), err=True)
@@ -132,9 +135,10 @@ def run_checkpoints(state: Path, settings: TrainSettings, *, force: bool) -> Tra
     Raises:
         ValueError: The settings want none, and an unfinished run left some.
     """
+    checkpoints = TrainingCheckpoints(state, force=force)
     if settings.checkpoint_every is not None:
-        return TrainingCheckpoints(state, force=force)
-    if state.exists() and not force:
+        return checkpoints
+    if checkpoints.will_restore():
         raise ValueError(f"{state} holds an unfinished run: go on with it, with checkpoints, or pass --force to remove it")
     shutil.rmtree(state, ignore_errors=True)
     return None

@@ -125,7 +125,11 @@ class TokenBatches:
         self.num_batches = None if config.num_epochs is None else config.num_epochs * self.num_rows // config.batch_size
         dataset = grain.MapDataset.source(rows)
         dataset = dataset.shuffle(seed=config.seed) if config.shuffle else dataset
-        dataset = dataset.repeat(config.num_epochs)[host::num_hosts].batch(config.batch_size // num_hosts, drop_remainder=True)
+        dataset = dataset.repeat(config.num_epochs)
+        if self.num_batches is not None:
+            # Before the hosts take their rows: of an incomplete batch one host could have a whole share, and another none.
+            dataset = dataset[: self.num_batches * config.batch_size]
+        dataset = dataset[host::num_hosts].batch(config.batch_size // num_hosts, drop_remainder=True)
         # No threads: a row takes some 60 µs of the host, and JAX runs steps behind it.
         self._iterator = iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
         self._fingerprint = _fingerprint(files, config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 
 
@@ -26,6 +28,26 @@ def describe(value: Any) -> Any:
     return np.dtype(value).name
 
 
+def digests(trees: Mapping[str, Any]) -> dict[str, str | None]:
+    """For nested arrays a digest of their names, dtypes, shapes and values; `None` where there are none.
+
+    Reads about a gigabyte a second, and an array that stands in several trees once.
+
+    Args:
+        trees: By name, nested dicts of arrays, on the host or a device.
+    """
+    known: dict[int, str] = {}
+    found: dict[str, str | None] = {}
+    for name, tree in trees.items():
+        lines = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if id(leaf) not in known:
+                known[id(leaf)] = _digest(leaf)
+            lines.append(f"{jax.tree_util.keystr(path)} {known[id(leaf)]}\n")
+        found[name] = hashlib.sha256("".join(lines).encode()).hexdigest()[:16] if lines else None
+    return found
+
+
 def first_difference(wanted: Any, found: Any) -> str | None:
     """Where two descriptions differ first, as `a.b.c is 1, was 2`; `None` if nowhere.
 
@@ -34,6 +56,13 @@ def first_difference(wanted: Any, found: Any) -> str | None:
         found: That of then.
     """
     return next(_differences(wanted, found, ""), None)
+
+
+def _digest(leaf: Any) -> str:
+    array = np.ascontiguousarray(jax.device_get(leaf))
+    digest = hashlib.sha256(f"{array.dtype.name} {list(array.shape)} ".encode())
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _differences(wanted: Any, found: Any, path: str) -> Iterator[str]:

@@ -42,7 +42,7 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         where: Stands before what an error says.
 
     Raises:
-        ValueError: None of them, or one that is not as described.
+        ValueError: None of them, one that is not as described, or text with half a surrogate pair.
     """
     if "messages" in record:
         messages = [_message(entry, "role", "content", where) for entry in _entries(record, "messages", where)]
@@ -57,6 +57,8 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise ValueError(f"{where}: the role and content of a message must be text, got {message!r:.80}")
+        for text in message.values():
+            _require_characters(text, where)
     return [{**message, "role": _ROLES.get(message["role"], message["role"])} for message in messages]
 
 
@@ -80,7 +82,7 @@ def read_documents(path: str | Path, *, separator: str | None = None) -> Iterato
         separator: What stands between two documents of a text file; `None`: the file is one document.
 
     Raises:
-        ValueError: A line without a `text`, a file that is not UTF-8, or an empty separator.
+        ValueError: A line without a `text` or with half a surrogate pair in it, a file that is not UTF-8, or an empty separator.
     """
     path = Path(path)
     if separator is not None and not separator:
@@ -89,6 +91,7 @@ def read_documents(path: str | Path, *, separator: str | None = None) -> Iterato
         for where, record in read_records(path):
             if not isinstance(record.get("text"), str):
                 raise ValueError(f"{where}: expected a text, got {', '.join(record) or 'an empty object'}")
+            _require_characters(record["text"], where)
             yield [record["text"]]
     elif separator is None:
         yield _pieces(path)
@@ -111,6 +114,15 @@ def _pieces(path: Path) -> Iterator[str]:
             rest = rest[end:]
     if rest:
         yield rest
+
+
+def _require_characters(text: str, where: str) -> None:
+    """Refuses what JSON can write and no tokenizer takes, such as an emoji that was cut in two."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{where}: expected characters, got half a surrogate pair, {half!r}, at {error.start} of {text!r:.80}") from error
 
 
 def _decoded(parts: Iterable[str], path: Path) -> Iterator[str]:

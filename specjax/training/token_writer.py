@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from specjax.atomic import atomic_folder
+from specjax.atomic import UNFINISHED, atomic_folder
 from specjax.training.token_files import PARTS, TokenSequence, file_name, token_dtype
 from specjax.training.token_manifest import FORMAT_VERSION, MANIFEST, Shard, TokenManifest
 
 # 8 or 16 MB of ids: what is held in memory, and at most what an interruption loses.
 MAX_SHARD_TOKENS = 1 << 22
-# In a folder that is not finished: what is in it so far.
-_UNFINISHED = "unfinished.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +41,15 @@ class TokenWriter:
         tokenizer: `tokenizer_fingerprint`.
         made: How the sequences are made.
         max_shard_tokens: A shard holds no more.
+        resume: A later run can go on: `save` notes where.
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int, tokenizer: str, made: Mapping[str, Any], max_shard_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, *, vocab_size: int, tokenizer: str, made: Mapping[str, Any], max_shard_tokens: int, resume: bool
+    ) -> None:
         if max_shard_tokens < 1:
             raise ValueError(f"max_shard_tokens must be at least 1, got {max_shard_tokens}")
-        self._folder, self._max_shard_tokens = folder, max_shard_tokens
+        self._folder, self._max_shard_tokens, self._resume = folder, max_shard_tokens, resume
         # As JSON gives it back: what an interrupted run wrote is compared with it.
         self._identity = json.loads(json.dumps({"vocab_size": vocab_size, "tokenizer": tokenizer, "made": dict(made)}))
         self._vocab_size = vocab_size
@@ -101,7 +102,7 @@ class TokenWriter:
         self._state = dataclasses.replace(self._state, buffer=self._state.buffer + taken, position=position, dropped=counts)
 
     def save(self) -> None:
-        """Writes out what is in memory, and notes where a later run can go on."""
+        """Writes out what is in memory, and notes where a later run can go on, if one can."""
         shards, shard, size = list(self._state.shards), [], 0
         for sequence in self._state.buffer:
             if size + len(sequence.tokens) > self._max_shard_tokens:
@@ -112,10 +113,12 @@ class TokenWriter:
         if shard:
             shards.append(_write_shard(self._folder, f"shard-{len(shards):05}", shard, self._vocab_size))
         self._state = dataclasses.replace(self._state, shards=tuple(shards), buffer=())
+        if not self._resume:
+            return
         noted = {"shards": [dataclasses.asdict(shard) for shard in shards], "position": self.position, "dropped": self.dropped}
-        partial = self._folder / f"{_UNFINISHED}.partial"
+        partial = self._folder / f"{UNFINISHED}.partial"
         partial.write_text(json.dumps(self._identity | noted), encoding="utf-8")
-        os.replace(partial, self._folder / _UNFINISHED)
+        os.replace(partial, self._folder / UNFINISHED)
 
     def finish(self) -> TokenManifest:
         """Writes the manifest.
@@ -128,7 +131,7 @@ class TokenWriter:
         self.save()
         manifest = TokenManifest(**self._identity, dropped=self.dropped, shards=self._state.shards, format_version=FORMAT_VERSION)
         (self._folder / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1) + "\n", encoding="utf-8")
-        (self._folder / _UNFINISHED).unlink()
+        (self._folder / UNFINISHED).unlink(missing_ok=True)
         return manifest
 
     def take_up(self, *, force: bool) -> None:
@@ -140,7 +143,7 @@ class TokenWriter:
         Raises:
             ValueError: It was another run, or what it wrote is damaged.
         """
-        file = self._folder / _UNFINISHED
+        file = self._folder / UNFINISHED
         noted = _read_unfinished(file) if file.is_file() else None
         differing = [] if noted is None else [name for name, value in self._identity.items() if noted.get(name) != value]
         if noted is not None and differing:
@@ -210,7 +213,9 @@ def writing_token_files(
         OSError: The destination exists, or cannot be written, or another process is writing it.
     """
     with atomic_folder(destination, force=force, marker=MANIFEST, keep_unfinished=resume) as folder:
-        writer = TokenWriter(folder, vocab_size=vocab_size, tokenizer=tokenizer, made=made, max_shard_tokens=max_shard_tokens)
+        writer = TokenWriter(
+            folder, vocab_size=vocab_size, tokenizer=tokenizer, made=made, max_shard_tokens=max_shard_tokens, resume=resume
+        )
         if resume:
             writer.take_up(force=force)
         try:

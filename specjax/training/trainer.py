@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from specjax.model_config import ModelConfig
 from specjax.models.transformer import Transformer
 from specjax.training.compile_ahead import compile_steps
-from specjax.training.description import describe
+from specjax.training.description import describe, digests
 from specjax.training.metrics import ProgressBar, Report, ReportFile, ReportWindow, require_finite
 from specjax.training.partition import merge_params, split_params
 from specjax.training.target_batch import TargetArrays
@@ -123,7 +123,7 @@ def train(
         target_params: Its params, which do not change.
         drafters: By name, how each is trained.
         params: By the same names, what each begins with. They are not changed either. Where the run goes on from a checkpoint, those that
-            are trained may be shapes.
+            are trained may be shapes, and the others must be those that it had.
         texts: The batches.
         mesh: From `data_mesh`; `None` is all devices. They share the rows of a batch evenly.
         checkpoints: Where states are kept; `None`, or no `config.checkpoint_every`, keeps none.
@@ -168,6 +168,9 @@ def train(
     description["texts"] = texts.get_state().get("fingerprint")
     states, progress, reports = None, {"step": 0, "positions": 0, "loss_tokens": 0}, {}
     if checkpoints is not None:
+        # A checkpoint has what is trained; what is not, such as a frozen body, has to be the same again.
+        for name, digest in digests({name: part for name, (_, part) in parts.items()}).items():
+            description["drafters"][name]["fixed_params"] = digest
         restored = checkpoints.restore(_state_shapes(drafters, parts, mesh), description)
         if restored is not None:
             states, progress = restored

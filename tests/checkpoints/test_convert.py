@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import typer
 
 from specjax.checkpoints.convert import convert, num_source_bytes, one_line_errors
 from specjax.checkpoints.formats import hugging_face
@@ -132,11 +133,42 @@ def test_the_check_says_why_it_did_not_run(tmp_path: Path, source: Path, monkeyp
     assert not (tmp_path / "checked").exists()
 
 
+def test_a_check_that_cannot_run_is_refused_before_anything_is_read(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specjax.checkpoints.convert.stream_params", lambda *arguments: pytest.fail("the source was read"))
+    with pytest.raises(ValueError, match="transformers has no implementation of this drafter: pass --no-check"):
+        convert("smollm2_135m_instruct_eagle3", tmp_path / "out", check=True, progress=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the logit check needs torch"):
+        convert(source, tmp_path / "out", check=True, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with one_line_errors():
         warnings.warn("the head differs")
     assert capsys.readouterr().err == "warning: the head differs\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FloatingPointError("the loss is nan"), "error: the loss is nan\n"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nBufferAssignment:\n…"),
+            "error: out of memory on the device: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\n",
+        ),
+    ],
+)
+def test_a_training_that_diverged_and_a_full_device_are_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise error
+    assert capsys.readouterr().err == line
+
+
+def test_an_error_of_the_devices_own_is_no_users() -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), one_line_errors():
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel")
 
 
 # Converts argv[1] to argv[2], and kills itself when so many parameters have been read.

@@ -192,6 +192,32 @@ def test_a_failure_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["saved"]
 
 
+def test_a_failure_leaves_no_parents_that_it_made_but_all_in_which_there_is_something(tmp_path: Path) -> None:
+    def interrupted(*, keep_unfinished: bool) -> None:
+        with atomic_folder(tmp_path / "a" / "b" / "saved", marker="specjax.json", keep_unfinished=keep_unfinished) as folder:
+            (folder / "half").touch()
+            raise KeyboardInterrupt
+
+    (tmp_path / "a").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(keep_unfinished=False)
+    assert names_in(tmp_path / "a") == []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(keep_unfinished=True)
+    assert names_in(tmp_path / "a" / "b") == [".saved.incomplete"]
+
+
+def test_a_run_that_can_be_gone_on_with_is_lost_by_force_alone(tmp_path: Path) -> None:
+    kept = tmp_path / ".saved.incomplete" / "unfinished.json"
+    kept.parent.mkdir()
+    kept.touch()
+    with pytest.raises(FileExistsError, match=r"\.saved\.incomplete holds an unfinished run \(unfinished\.json\): go on with it, choose"):
+        save_tiny(tmp_path / "saved")
+    assert kept.exists()
+    save_tiny(tmp_path / "saved", force=True)
+    assert names_in(tmp_path) == ["saved"]
+
+
 def test_a_killed_run_leaves_the_old_one_and_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
     die = """
         import os, signal, sys

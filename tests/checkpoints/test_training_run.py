@@ -17,11 +17,12 @@ import pytest
 
 from specjax.checkpoints import training_run
 from specjax.checkpoints.training_run import TrainingCheckpoints
-from specjax.drafting.heads import FullHead, LowRankHead
+from specjax.drafting.heads import FullHead, LowRankHead, TrimmedHead
 from specjax.drafting.medusa import Medusa, MedusaConfig
+from specjax.training.description import digests
 from specjax.training.losses import DraftLoss
 from specjax.training.optimizer import OptimizerConfig
-from specjax.training.tasks import MedusaTask
+from specjax.training.tasks import HeadOnly, MedusaTask
 from specjax.training.train_config import TrainConfig
 from specjax.training.train_step import DrafterTraining
 from specjax.training.trainer import TrainResult, train
@@ -43,10 +44,12 @@ def texts(seed: int = 0) -> MemoryTexts:
     return MemoryTexts(tokens, np.ones_like(tokens, bool), batch_size=4)
 
 
-def run(folder: Path | None, *, num_steps: int = NUM_STEPS, data: Any = None, force: bool = False, **changes: Any) -> TrainResult:
+def run(
+    folder: Path | None, *, num_steps: int = NUM_STEPS, data: Any = None, force: bool = False, drafter: Any = None, **changes: Any
+) -> TrainResult:
     """With a state every two steps in `folder`, or with none."""
     target, target_params = random_model(tiny_config(vocab_size=VOCAB, num_layers=1))
-    training, params = heads(**changes)
+    training, params = heads(**changes) if drafter is None else drafter
     return train(
         TrainConfig(num_steps=num_steps, report_every=3, checkpoint_every=EVERY),
         target,
@@ -135,6 +138,41 @@ def test_a_run_that_is_another_in_one_field_is_refused_by_its_name(unfinished: P
         run(unfinished, **changes)
 
 
+def test_a_run_goes_on_with_the_fixed_params_that_it_had_and_no_others(tmp_path: Path) -> None:
+    config = MedusaConfig(hidden_size=WIDTH, vocab_size=VOCAB, num_draft_heads=1, head=TrimmedHead(num_tokens=8))
+    network = Medusa(config, dtype=jnp.float32, param_dtype=jnp.float32)
+    training, params = DrafterTraining(task=HeadOnly(MedusaTask(network))), initial_params(network)
+    done = run(tmp_path, num_steps=2, drafter=(training, params))
+    head = params["head_0"]["draft_head"]
+    other_ids = params["head_0"] | {"draft_head": head | {"token_ids": head["token_ids"] + 8}}
+    other_body = jax.tree.map(lambda x: x + 1, params["head_0"]) | {"draft_head": head}
+    for other in (other_ids, other_body):
+        with pytest.raises(ValueError, match=r"is not this one: drafters\.it\.fixed_params is '\w{16}', was '\w{16}'\. Go on with"):
+            run(tmp_path, num_steps=2, drafter=(training, {"head_0": other}))
+    # What is trained comes from the checkpoint: shapes will do.
+    shapes = head | {"lm_head": jax.ShapeDtypeStruct(head["lm_head"].shape, jnp.float32)}
+    again = run(tmp_path, num_steps=2, drafter=(training, {"head_0": params["head_0"] | {"draft_head": shapes}}))
+    jax.tree.map(np.testing.assert_array_equal, again.params, done.params)
+
+
+def test_a_digest_is_of_names_dtypes_shapes_and_values() -> None:
+    ones = np.ones((2, 3), np.float32)
+    others = {
+        "name": {"b": {"x": ones}},
+        "dtype": {"a": {"x": ones.view(np.int32)}},
+        "shape": {"a": {"x": ones.reshape(3, 2)}},
+        "value": {"a": {"x": ones * 2}},
+        "half": {"a": {"x": jnp.ones((2, 3), jnp.bfloat16)}},
+        "number": {"a": {"x": np.float32(1)}},
+        "none": {"a": {}},
+    }
+    same = {"host": {"a": {"x": ones}}, "device": {"a": {"x": jnp.asarray(ones)}}, "order": {"a": {"x": np.asfortranarray(ones)}}}
+    found = digests(same | others)
+    assert found["host"] == found["device"] == found["order"]
+    assert found["none"] is None
+    assert len(set(found.values())) == 1 + len(others)
+
+
 def test_another_run_is_replaced_if_asked(unfinished: Path, tmp_path: Path) -> None:
     (tmp_path / "states").symlink_to(unfinished / "states")  # looked at, and then replaced
     other = run(tmp_path, num_steps=2, force=True)
@@ -156,6 +194,16 @@ def test_a_damaged_state_is_named(tmp_path: Path, text: str, message: str) -> No
     (folder / training_run.RUN).write_text(text)
     with pytest.raises(ValueError, match=message):
         TrainingCheckpoints(tmp_path).restore({}, {})
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(training_run, "write_arrays", full)
+    with pytest.raises(OSError, match="no space left"):
+        TrainingCheckpoints(tmp_path / "state").save({"it": {"x": jnp.ones(2)}}, {"step": 1}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_states_keep_their_dtypes_and_their_order(tmp_path: Path) -> None:

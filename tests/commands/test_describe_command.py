@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typer.testing import CliRunner
 
 from specjax.checkpoints.formats.families import model_config
 from specjax.checkpoints.kinds import build_model, config_from_dict
-from specjax.checkpoints.store import save_checkpoint
+from specjax.checkpoints.store import load_checkpoint, save_checkpoint
 from specjax.commands.describe import describe
 from specjax.commands.main import app
 from specjax.drafting.eagle3_config import Eagle3Config
 from specjax.drafting.heads import TrimmedHead
+from tests.checkpoints.published_drafters import write_drafter
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder, write_gguf
 from tests.helpers import tiny_config, tiny_target
 
@@ -58,6 +60,40 @@ def test_a_checkpoint_that_does_not_fit_its_own_manifest_is_not_whole(tmp_path: 
     assert "left over: layer_1.mlp.down" in output
     assert "wrong: parameter layer_0.mlp.down should have shape (40, 32) and dtype float32, got (48, 32) and float32" in output
     assert "NOT whole" in output
+
+
+def saved(folder: Path) -> Path:
+    model, params = tiny_target()
+    save_checkpoint(folder, model.config, params)
+    return max((file for file in (folder / "params").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def test_a_checkpoint_whose_weights_are_gone_or_cut_is_not_whole(tmp_path: Path) -> None:
+    largest = saved(tmp_path / "saved")
+    name, size = largest.relative_to(tmp_path / "saved"), largest.stat().st_size
+    assert run(tmp_path / "saved")[0] == 0
+    os.truncate(largest, size - 1)
+    code, output = run(tmp_path / "saved")
+    assert code == 1
+    assert f"wrong: file {name} should have {size} bytes, got {size - 1}: is the copy whole?" in output
+    largest.unlink()
+    code, output = run(tmp_path / "saved")
+    assert code == 1
+    assert f"missing: file {name}\n" in output
+    assert output.endswith("NOT whole\n")
+
+
+def test_a_checkpoint_that_noted_no_file_sizes_is_read_and_said_to_be_unchecked(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    manifest = tmp_path / "saved" / "specjax.json"
+    values = json.loads(manifest.read_text())
+    del values["files"]
+    manifest.write_text(json.dumps(values))
+    code, output = run(tmp_path / "saved")
+    assert code == 0
+    assert output.endswith("whole, but weights not checked: this checkpoint does not say how large its files are\n")
+    assert not describe(tmp_path / "saved").files_checked
+    load_checkpoint(tmp_path / "saved")
 
 
 def test_a_hugging_face_folder_is_described_with_what_is_missing_and_left_over(tmp_path: Path) -> None:
@@ -107,6 +143,30 @@ def test_a_drafter_is_described(tmp_path: Path) -> None:
     code, output = run(tmp_path / "drafter")
     assert code == 0
     assert re.search(r"head +trimmed *\n *head.num_tokens +16 *\n", output)
+
+
+def test_a_drafter_that_comes_with_specjax_is_described_by_its_name() -> None:
+    found = describe("smollm2_135m_instruct_eagle3")
+    assert (found.kind, found.is_whole, found.files_checked) == ("eagle3", True, True)
+
+
+def test_heads_that_use_the_targets_lm_head_are_described_with_the_target(tmp_path: Path) -> None:
+    tensors = {"0.0.linear.weight": np.ones((32, 32), np.float32)}
+    heads = write_drafter(tmp_path / "heads", dict(medusa_num_heads=1, medusa_num_layers=1), tensors, file="medusa_lm_head.safetensors")
+    saved(tmp_path / "target")
+    assert "its vocabulary has to be known (target)" in run(heads)[1]
+    code, output = run(heads, "--target", tmp_path / "target", "--json")
+    assert code == 0
+    assert json.loads(output)["config"]["vocab_size"] == tiny_config().vocab_size
+
+
+def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+    message = "is a specjax checkpoint, in which everything is settled: target, feature_layers does not apply to it"
+    assert message in run(tmp_path / "saved", "--target", tmp_path / "saved", "--feature-layers", "1,2")[1]
+    raw = raw_config()
+    write_folder(tmp_path / "model", raw, random_tensors(raw))
+    assert "is a language model and no drafter: draft_ids does not apply to it" in run(tmp_path / "model", "--draft-ids", "offsets")[1]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_given_prompts_are_answered(target: Path, tmp_path: Path) -> None:
             "a prompt of up to 500 tokens (max_prompt_tokens) and an answer of up to",
         ),
         (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: expected messages, conversations, turns or prompt, got text"),
+        (["--prompts", "cut.jsonl"], "cut.jsonl, line 2: expected characters, got half a surrogate pair, '\\ud83d'"),
         (["--prompts", "good.jsonl", "--system", "x"], "system_prompts and user_loss are for turns that the target writes"),
         (["--prompts", "good.jsonl", "--user-loss"], "system_prompts and user_loss are for turns that the target writes"),
         (["--prompts", "tools.jsonl"], "there are no sequences to write (dropped: {'refused by the chat template': 1})"),
@@ -158,6 +159,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "good.jsonl", {"prompt": "hi"})
     write_lines(tmp_path / "bad.jsonl", {"prompt": "hi"}, {"text": "hi"})
+    write_lines(tmp_path / "cut.jsonl", {"prompt": "hi"}, {"prompt": "\ud83d"})
     write_lines(tmp_path / "tools.jsonl", {"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}]})
     done = run(target, tmp_path / "data", *SMALL, *words)
     assert done.exit_code == 1

@@ -180,6 +180,8 @@ def test_where_steps_cannot_be_timed_two_levels_go_on_with_what_is_known(
         (["--temperature", "-1"], "SamplingParams.temperature must be 0 (greedy) or a positive finite number"),
         (["--temperature", "nan"], "SamplingParams.temperature must be 0 (greedy) or a positive finite number"),
         (["--temperature", "1", "--top-p", "0"], "SamplingParams.top_p must be in (0, 1]"),
+        (["--top-p", "2"], "SamplingParams.top_p must be in (0, 1]"),
+        (["--top-k", "-3"], "SamplingParams.top_k must be an int of at least 0"),
         (["--max-new-tokens", "-1"], "GenerateConfig.max_new_tokens must be an int of at least 0, got -1"),
         (["--max-new-tokens", "600"], "exceed the model's window of 512 tokens"),
         (["--num-speculative-tokens", "-2"], "GenerateConfig.num_speculative_tokens must be a positive int, got -2"),
@@ -188,12 +190,43 @@ def test_where_steps_cannot_be_timed_two_levels_go_on_with_what_is_known(
         (["--sparsity", "nowhere.json"], "--sparsity nowhere.json is no JSON that can be read"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_compiles(target: Path, words: list[str], message: str) -> None:
+def test_bad_input_is_one_line_before_weights_are_read(
+    target: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_load(monkeypatch)
     done = run(target, "hello", *words)
     assert done.exit_code == 1
     assert message in done.stderr
     assert "Traceback" not in done.output
     assert "compiling" not in done.stderr
+
+
+def refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_checkpoint", lambda *arguments, **options: pytest.fail("the weights were read"))
+
+
+def test_a_prompt_that_cannot_be_continued_is_refused_before_weights_are_read(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_load(monkeypatch)
+    assert "an empty prompt has nothing to continue" in run(target, "", "--raw").stderr
+    assert "a prompt of 500 tokens and up to 256 new ones exceed the model's window of 512 tokens" in run(target, "a" * 500, "--raw").stderr
+    checkpoint = read_model(target)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(checkpoint.init_params, jax.random.key(0)))
+    save_checkpoint(tmp_path / "mute", checkpoint.config, params, {"source": "mute"})
+    assert "the checkpoint made from mute holds no tokenizer" in run(tmp_path / "mute", "hello").stderr
+
+
+def test_memory_is_planned_for_the_tokens_of_the_prompt(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(*models: object, **given: object) -> None:
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(command, "stream_generate", stream)
+    plan = plan_memory([read_model(target)], batch_size=1, capacity=128)
+    monkeypatch.setattr(memory_plan, "device_bytes", lambda device: plan.params_bytes + plan.cache_bytes)
+    words = ("--raw", "--max-new-tokens", 4, "--drafter", "none")
+    assert "far enough" in run(target, "<u>" * 60, *words).stderr  # 60 tokens of three bytes each
+    assert "weights and caches need" in run(target, "a" * 180, *words).stderr
 
 
 @pytest.mark.parametrize(

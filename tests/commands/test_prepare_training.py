@@ -13,7 +13,8 @@ import pytest
 from specjax.checkpoints.training_run import TrainingCheckpoints
 from specjax.commands import prepare_training as module
 from specjax.commands import training_memory
-from specjax.commands.prepare_training import PreparedTraining, prepare_training, with_sequence_length
+from specjax.commands.prepare_training import PreparedTraining, prepare_training
+from specjax.commands.settle_settings import with_sequence_length
 from specjax.commands.train_drafters import run_checkpoints
 from specjax.commands.training_memory import plan_training, warn_of_float32
 from specjax.models.transformer import Transformer
@@ -150,6 +151,9 @@ def test_states_that_a_run_left_are_not_lost_by_one_without_checkpoints(tmp_path
     kept = run_checkpoints(tmp_path / "state", with_them, force=False)
     assert isinstance(kept, TrainingCheckpoints)
     assert not kept.will_restore()
+    (tmp_path / "state").mkdir()
+    assert not kept.will_restore()
+    assert run_checkpoints(tmp_path / "state", without, force=False) is None  # nothing is lost with an empty folder
     kept.save({"it": {"x": jax.numpy.ones(2)}}, {"step": 1}, {})
     assert kept.will_restore()
     forced = run_checkpoints(tmp_path / "state", with_them, force=True)

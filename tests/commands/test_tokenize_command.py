@@ -78,6 +78,7 @@ def test_the_loss_of_chats_counts_on_the_assistants_turns(target: Path, tmp_path
         (["a.txt", "--separator", ""], "the separator of documents must not be empty"),
         (["a.txt", "--chat"], "a.txt, line 1: not valid JSON"),
         (["chats.jsonl"], "chats.jsonl, line 1: expected a text, got messages"),
+        (["cut.jsonl"], "cut.jsonl, line 2: expected characters, got half a surrogate pair, '\\ud83d'"),
         (["empty.txt"], "there are no sequences to write (dropped: none)"),
         (["chats.jsonl", "--chat"], "there are no sequences to write (dropped: {'no answer': 1})"),
     ],
@@ -89,11 +90,25 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [USER]}))
+    write_lines(tmp_path / "cut.jsonl", {"text": "abc"}, {"text": "\ud83d"})
     done = run(target, tmp_path / "data", *words)
     assert done.exit_code == 1
     assert message in done.stderr
     assert "Traceback" not in done.output
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.txt", "chats.jsonl", "empty.txt"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.txt", "chats.jsonl", "cut.jsonl", "empty.txt"]
+
+
+def test_an_unfinished_run_of_the_target_is_lost_by_force_alone(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    unfinished = tmp_path / ".data.incomplete" / "unfinished.json"
+    unfinished.parent.mkdir()
+    unfinished.write_text("{}")
+    done = run(target, tmp_path / "data", tmp_path / "a.txt")
+    assert done.exit_code == 1
+    assert ".data.incomplete holds an unfinished run (unfinished.json): go on with it, choose another destination" in done.stderr
+    assert unfinished.read_text() == "{}"
+    assert run(target, tmp_path / "data", tmp_path / "a.txt", "--force").exit_code == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.txt", "data"]
 
 
 def test_what_is_read_is_not_replaced(target: Path, tmp_path: Path) -> None:

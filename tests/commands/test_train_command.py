@@ -119,6 +119,25 @@ def test_a_run_interrupted_while_it_saves_its_drafters_is_finished_by_the_same_c
     assert set(reports) == {"low_rank_4-svd", "low_rank_8-svd", "low_rank_2-svd"}
 
 
+def test_a_finished_drafter_is_not_replaced_where_a_run_left_a_folder_without_states(target: Path, data: Path, tmp_path: Path) -> None:
+    finished = tmp_path / "out" / "low_rank_8" / "specjax.json"
+    finished.parent.mkdir(parents=True)
+    finished.write_text("{}")
+    (tmp_path / "out" / "state" / ".step-00000004.incomplete").mkdir(parents=True)
+    refused = run(target, data, tmp_path / "out", *SMALL)
+    assert refused.exit_code == 1
+    assert "low_rank_8 exists; pass --force" in refused.stderr
+    assert finished.read_text() == "{}"
+
+
+@pytest.mark.full
+def test_a_training_that_diverges_is_one_line(target: Path, data: Path, tmp_path: Path) -> None:
+    done = run(target, data, tmp_path / "out", *SMALL, "--drafter", "medusa", "--head", "full", "--init", "svd", "--learning-rate", 1e30)
+    assert done.exit_code == 1
+    assert "lower the learning rate, or look at the data" in done.stderr
+    assert "Traceback" not in done.output
+
+
 def test_wrong_calls_end_with_one_line_that_says_what_was_expected(target: Path, data: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", special_tokens=("<u>", "<x>"))
     cases = [
@@ -127,6 +146,13 @@ def test_wrong_calls_end_with_one_line_that_says_what_was_expected(target: Path,
         ((target, data, tmp_path / "a", "--init", "zeros"), "init must be one of"),
         ((target, data, tmp_path / "a", "--head", "full", "--head", "full"), "of different names, got full, full"),
         ((target, data, tmp_path / "a", "--steps", 0), "num_steps must be at least 1, got 0"),
+        ((target, data, tmp_path / "a", "--epochs", 0), "num_epochs must be at least 1, got 0"),
+        (
+            (target, data, tmp_path / "a", "--epochs", 2, "--steps", 3),
+            "num_epochs is for a run without num_steps and max_seconds, got 2 with",
+        ),
+        ((target, data, tmp_path / "a", "--epochs", 2, "--max-seconds", 3), "num_epochs is for a run without num_steps and max_seconds"),
+        ((target, data, tmp_path / "a", "--drafter", "medusa", "--no-fc-norm"), "fc_norm is for eagle3, got False for medusa"),
         ((target, tmp_path, tmp_path / "a"), "holds no token files"),
         ((other, data, tmp_path / "a", "--batch-size", 4), "another tokenizer"),
         ((target, data, tmp_path / "a", "--batch-size", 400), "fewer than a batch of 400"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from specjax.checkpoints.pairing import drafter_for_target
 from specjax.checkpoints.store import Checkpoint, load_checkpoint, save_checkpoint
 from specjax.commands.finished_drafter import full_head_of, network_with_head, params_with_head, states_covariance, task_of
 from specjax.commands.main import app
+from specjax.commands.prepare_training import prepare_training
 from specjax.drafting.eagle3 import Eagle3
 from specjax.drafting.heads import DraftHead, FullHead, LowRankHead, ScreenedHead
 from specjax.drafting.heads.from_full_head import low_rank_from
 from specjax.training.new_drafters import new_eagle3
-from specjax.training.settings import TrainSettings
+from specjax.training.settings import TrainSettings, Variant
 from specjax.training.target_batch import TargetArrays, target_outputs
 from tests.helpers import random_model, tiny_config
 from tests.tiny_checkpoint import write_checkpoint
@@ -105,6 +107,46 @@ def test_an_eagle3_drafters_head_is_replaced_and_trained_alone_or_with_its_body(
     assert isinstance(trained.model, Eagle3)
     assert trained.metadata["training"]["head_only"] is head_only
     assert (changed(load_checkpoint(start).params, trained.params) == set()) is head_only
+
+
+def test_what_the_finished_drafter_has_otherwise_is_refused_by_name(target: Path, data: Path, tmp_path: Path) -> None:
+    start = save_eagle3(tmp_path / "eagle3", target, LowRankHead(rank=4))  # new_eagle3 norms features and output
+    cases = [
+        (("--no-fc-norm",), "fc_norm of the finished drafter is True, and stays so, got False"),
+        (("--no-norm-output",), "norm_output of the finished drafter is True, and stays so, got False"),
+        (("--init", "weighted_svd"), "init is for a head that is made anew, got 'weighted_svd' for low_rank:4: the finished drafter has"),
+    ]
+    for words, message in cases:
+        refused = run(target, data, tmp_path / "a", *SMALL, "--from", start, "--head", "low_rank:4", *words)
+        assert refused.exit_code == 1, message
+        assert message in refused.stderr
+
+
+def test_settings_hold_what_is_used_and_not_what_might_have_been(target: Path, data: Path, tmp_path: Path) -> None:
+    def settled(start: Path | None, *variants: Variant, **options: Any) -> TrainSettings:
+        return prepare_training(target, data, TrainSettings(variants=variants, batch_size=4, chain=1, **options), start=start).settings
+
+    config = dataclasses.replace(new_eagle3(load_checkpoint(target).model.config, FullHead()).config, fc_norm=False)
+    start = tmp_path / "eagle3"
+    save_checkpoint(start, config, initial_params(Eagle3(config, param_dtype=jnp.float32)), {"source": "eagle3"})
+    again = settled(start, Variant(head="full"), Variant(head="low_rank:4", init="svd"), num_steps=2, fc_norm=False)
+    assert [variant.init for variant in again.variants] == [None, "svd"]
+    assert (again.fc_norm, again.norm_output, again.num_epochs) == (False, True, None)
+    new = settled(None, Variant(head="full"), norm_output=False)
+    assert [variant.init for variant in new.variants] == ["weighted_svd"]
+    assert (new.fc_norm, new.norm_output, new.num_epochs) == (True, False, 1)
+
+
+def test_a_drafter_can_be_trained_beside_the_one_that_it_begins_with_but_not_in_its_place(target: Path, data: Path, tmp_path: Path) -> None:
+    start = save_eagle3(tmp_path / "low_rank_4", target, LowRankHead(rank=4))
+    beside = run(target, data, tmp_path, *SMALL, "--from", start, "--head", "low_rank:5")
+    assert "must divide hidden_size = 16, got 5" in beside.stderr  # the place is no matter
+    instead = run(target, data, tmp_path, *SMALL, "--from", start, "--head", "low_rank:4", "--force")
+    assert instead.exit_code == 1
+    assert "low_rank_4 cannot be replaced: it is what is read from" in instead.stderr
+    (tmp_path / "state").mkdir()
+    inside = run(target, data, tmp_path, *SMALL, "--from", start, "--held-out", tmp_path / "state" / "texts", "--head", "full")
+    assert "state/texts is what is read from" in inside.stderr
 
 
 def checkpoints(head: DraftHead) -> tuple[Checkpoint, Checkpoint, Checkpoint]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
+import shutil
+import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoints.formats import hugging_face
+from specjax.checkpoints.formats.any_source import open_any_source
 from specjax.checkpoints.source import check_source, read_params
+from tests.checkpoints.published_drafters import eagle3_tensors, official_config, write_drafter
 from tests.checkpoints.sources import random_tensors, raw_config, write_folder
 
 
@@ -200,6 +206,80 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_said(tmp_path: Path, monkeypat
     for asked in ("nobody/no-such-model", str(tmp_path / "absent")):
         with pytest.raises(ValueError, match=f"{re.escape(repr(asked))} is neither a folder nor the id of a model"):
             hugging_face.open_source(asked)
+
+
+@dataclasses.dataclass
+class Hub:
+    """In the place of the Hugging Face hub: one folder, of which a download copies what is asked for."""
+
+    folder: Path
+    cache: Path
+    asked: list[str] = dataclasses.field(default_factory=list)
+
+    def download(self, name: str, *, allow_patterns: list[str], revision: str | None = None) -> str:
+        assert revision in (None, self.cache.name)
+        self.cache.mkdir(exist_ok=True)
+        self.asked += allow_patterns
+        for file in self.folder.iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copyfile(file, self.cache / file.name)
+        return str(self.cache)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "model", tmp_path / "0123abcd")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(architectures=["Gemma3ForCausalLM"]), "architecture Gemma3ForCausalLM is not supported"),
+        (dict(quantization_config=dict(quant_method="awq")), "checkpoints quantised with 'awq' are not supported"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_an_unsupported_configuration_on_the_hub_is_refused_before_weights_are_fetched(hub: Hub, changes: dict, message: str) -> None:
+    raw = raw_config()
+    write_folder(hub.folder, raw, random_tensors(raw), num_shards=2)
+    (hub.folder / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match=message):
+        open_any_source("someone/model")
+    assert "config.json" in hub.asked
+    assert sorted(file.name for file in hub.cache.iterdir()) == ["config.json", "model.safetensors.index.json"]
+    assert not any(fnmatch(file, pattern) for file in ("model.safetensors", "pytorch_model.bin") for pattern in hub.asked)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_supported_model_on_the_hub_is_fetched(hub: Hub, num_shards: int) -> None:
+    raw = raw_config()
+    write_folder(hub.folder, raw, random_tensors(raw), num_shards=num_shards)
+    source = open_any_source("someone/model")
+    check_source(source)
+    assert source.name == "someone/model"
+    assert not any(pattern.endswith(".bin") for pattern in hub.asked)
+
+
+@pytest.mark.parametrize("told_by", ["field", "class", "index", "file"])
+def test_a_drafter_on_the_hub_is_fetched_though_its_configuration_is_no_language_models(hub: Hub, told_by: str) -> None:
+    raw = official_config(architectures=["LlamaForCausalLMEagle3" if told_by == "class" else "Strange"])
+    file, tensors = "model.safetensors", eagle3_tensors()
+    if told_by != "field":
+        del raw["draft_vocab_size"]
+        tensors = eagle3_tensors(draft_vocab_size=None)
+    if told_by == "file":
+        raw |= dict(medusa_num_layers=1, num_heads=1)
+        file = "medusa_lm_head.safetensors"
+        tensors = {"0.0.linear.weight": np.ones((8, 8), np.float32), "0.1.weight": np.ones((16, 8), np.float32)}
+    write_drafter(hub.folder, raw, tensors, file=file)
+    if told_by == "index":
+        (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file)}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source = open_any_source("someone/drafter")
+    assert type(source.config).__name__ == ("MedusaConfig" if told_by == "file" else "Eagle3Config")
 
 
 def test_a_folder_without_config_or_weights_says_what_it_lacks(tmp_path: Path) -> None:

@@ -131,6 +131,13 @@ def test_hosts_share_the_batches_of_one_host(files: TokenFiles) -> None:
         TokenBatches(files, config(), host=2, num_hosts=2)
 
 
+def test_every_host_has_as_many_batches_where_the_last_one_is_incomplete(tmp_path: Path) -> None:
+    some = write(tmp_path / "some", [TokenSequence(np.arange(3), np.ones(3, bool)) for _ in range(9)])
+    hosts = [TokenBatches(some, config(batch_size=2, num_epochs=1), host=host, num_hosts=2) for host in range(2)]
+    assert [one.num_batches for one in hosts] == [4, 4]
+    assert [len(list(one)) for one in hosts] == [4, 4]
+
+
 def test_a_dataset_smaller_than_a_batch_is_refused(files: TokenFiles) -> None:
     rows = TokenBatches(files, config(batch_size=1)).num_rows
     assert TokenBatches(files, config(batch_size=rows)).num_rows == rows

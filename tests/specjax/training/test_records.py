@@ -40,6 +40,8 @@ def test_every_layout_of_messages_is_read(record: dict, messages: list) -> None:
         ({"messages": ["hi"]}, "here: a message must have role and content, got 'hi'"),
         ({"messages": [{"role": "user"}]}, "here: a message must have role and content"),
         ({"conversations": [USER]}, "here: a message must have from and value"),
+        ({"prompt": "hi \ud83d"}, r"here: expected characters, got half a surrogate pair, '\\ud83d', at 3 of 'hi \\ud83d'"),
+        ({"messages": [USER, {"role": "\ude00", "content": "hi"}]}, "here: expected characters, got half a surrogate pair"),
         ({"messages": [{"role": None, "content": "hi"}]}, "here: the role and content of a message must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "here: the role and content of a message must be text"),
     ],
@@ -96,6 +98,9 @@ def test_documents_of_text_and_of_lines(tmp_path: Path, monkeypatch: pytest.Monk
 def test_documents_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": []}')
     with pytest.raises(ValueError, match="a.jsonl, line 1: expected a text, got messages"):
+        documents(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d", "title": "a"}')
+    with pytest.raises(ValueError, match="a.jsonl, line 2: expected characters, got half a surrogate pair"):
         documents(tmp_path / "a.jsonl")
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
     with pytest.raises(ValueError, match="a.txt is not UTF-8 text"):

@@ -251,6 +251,15 @@ def test_a_damaged_unfinished_run_is_said(tmp_path: Path) -> None:
         sample(tmp_path / "data", sequences)
 
 
+def test_a_run_that_cannot_be_gone_on_with_does_not_look_like_one_that_can(tmp_path: Path) -> None:
+    with writing_token_files(tmp_path / "data", **SAMPLED | {"resume": False}) as writer:
+        writer.extend(random_sequences(4))
+        writer.save()
+        names = {entry.name for entry in (tmp_path / ".data.incomplete").iterdir()}
+        assert names == {"shard-00000.tokens.npy", "shard-00000.loss_mask.npy", "shard-00000.offsets.npy"}
+    assert_same(TokenFiles(tmp_path / "data"), random_sequences(4))
+
+
 def test_a_run_that_made_nothing_leaves_nothing(tmp_path: Path) -> None:
     interrupt(tmp_path / "data", random_sequences(4), stop_at=0)
     assert list(tmp_path.iterdir()) == []
