@@ -6,6 +6,7 @@ mistakes from harm: endless loops, runaway memory, large files. It is no jail fo
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -13,9 +14,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"(?P<indent>^[ \t]*)?```[\w+-]*[ \t]*\r?\n(?P<code>.*?)(?:```|\Z)", re.DOTALL | re.MULTILINE)
 # What begins at the margin behind a completed function: the completion is over.
 _NEXT_STATEMENT = re.compile(r"\n(?=(?:def|class|if|print|assert|for|import|from)\b|[#@`])")
 # A status that no program ends with by chance or by `sys.exit()`.
@@ -24,12 +27,14 @@ _PASSED = 117
 _ROUNDS = 10
 
 # Limits are set in the process itself, before the program: a function run between fork and exec could block in a process with threads.
+# The program is a module that was imported: what an answer does as a script (its own tests, asking for input) is left out.
 _RUNNER = """
-import os, resource, sys
+import os, resource, sys, types
 end, (seconds, memory, size) = os._exit, map(int, sys.argv[1:])
 for name, limit in (("CPU", seconds), ("AS", memory), ("FSIZE", size), ("CORE", 0)):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-exec(compile(sys.stdin.read(), "program", "exec"), {"__name__": "__main__"})
+module = sys.modules["program"] = types.ModuleType("program")
+exec(compile(sys.stdin.read(), "program", "exec"), module.__dict__)
 end(%d)
 """
 
@@ -93,10 +98,23 @@ def _started_in(folder: str) -> list[int]:
     return found
 
 
-def code_of(answer: str) -> str:
-    """The code in a chat model's answer: its first fenced block, to the end where the fence is left open; without one, all of it."""
-    fenced = _FENCED.search(answer)
-    return fenced[1] if fenced else answer
+def code_of(answer: str, is_wanted: Callable[[str], bool]) -> str:
+    """The code in a chat model's answer: the first fenced block that is wanted, or the first one, or without any all of it.
+
+    A fence that is left open goes to the end. Blocks lose the indentation of their fence, and those that are wanted all that they have.
+    """
+    blocks = [re.sub(rf"^{found['indent'] or ''}", "", found["code"], flags=re.MULTILINE) for found in _FENCED.finditer(answer)] or [answer]
+    return next((code for code in map(textwrap.dedent, blocks) if is_wanted(code)), blocks[0])
+
+
+def defines(code: str) -> bool:
+    """Whether this is Python, with a function or a class in it."""
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    named = [statement.value if isinstance(statement, ast.Assign) else statement for statement in statements]
+    return any(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda) for each in named)
 
 
 def human_eval_program(problem: dict, answer: str) -> str:
@@ -106,8 +124,9 @@ def human_eval_program(problem: dict, answer: str) -> str:
         problem: A line of the set: `prompt`, `entry_point`, `test`.
         answer: A whole function in a fenced block or bare, or the rest of the prompt's.
     """
-    code = code_of(answer)
-    whole = re.search(rf"^(?:async )?def {re.escape(problem['entry_point'])}\b", code, re.MULTILINE)
+    entry_point = re.compile(rf"^(?:async )?def {re.escape(problem['entry_point'])}\b", re.MULTILINE)
+    code = code_of(answer, lambda code: entry_point.search(code) is not None)
+    whole = entry_point.search(code)
     # The prompt stands first in both cases: its imports and helpers count for a whole function too, which replaces its own.
     completed = f"{problem['prompt']}    pass\n\n{code}" if whole else problem["prompt"] + _NEXT_STATEMENT.split(code)[0]
     return f"{completed}\n\n{problem['test']}\n\ncheck({problem['entry_point']})\n"
@@ -120,4 +139,4 @@ def mbpp_program(problem: dict, answer: str) -> str:
         problem: A line of the set: `test_list`, `test_setup_code`.
         answer: The code, in a fenced block or bare.
     """
-    return "\n".join([code_of(answer), problem.get("test_setup_code") or "", *problem["test_list"], ""])
+    return "\n".join([code_of(answer, defines), problem.get("test_setup_code") or "", *problem["test_list"], ""])

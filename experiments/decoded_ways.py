@@ -13,9 +13,9 @@ import numpy as np
 from experiments.compiling import compile_all
 from experiments.decoding import Decoded, Decoder, Prefilled
 from experiments.models import LoadedDrafter, Model
-from experiments.sparse_comparison import decoding_speed, keep_ratio, ratio
 from experiments.sparse_pair import PADDING
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
+from experiments.speeds import Timed, keep_ratio, ratio
 from experiments.ways import DENSE_VERIFICATION, PLAIN, WAYS, Way, two_levels
 from experiments.ways_config import Config
 from specjax import GenerateConfig
@@ -147,8 +147,8 @@ class Workload:
         """What one way came to."""
         counts = decoded.statistics.summary()
         levels: dict[str, Any] = counts.get("two_level", {})
-        speed, plain_speed = (decoding_speed(found, 0.0) for found in (decoded, plain))
-        dense_speed = None if dense is None else decoding_speed(dense, 0.0)
+        speed, plain_speed = Timed(decoded).tokens_per_s, Timed(plain).tokens_per_s
+        dense_speed = None if dense is None else Timed(dense).tokens_per_s
         same = [ours == theirs for ours, theirs in zip(decoded.tokens, plain.tokens, strict=True)]
         least = levels.get("break_even_dense_acceptance")
         if costs is not None:

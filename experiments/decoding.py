@@ -158,15 +158,21 @@ class Decoder:
         self._call([[0]], limit=min(config.max_new_tokens, 2 * (config.num_speculative_tokens + 1)), index=0)
         self.compile_s = time.perf_counter() - begin
 
-    def __call__(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1) -> Decoded:
-        """Decodes the prompts `repeats` times; of each batch the median time counts."""
+    def __call__(self, prompts: Sequence[Sequence[int]], *, repeats: int = 1, ignore_eos: bool = False) -> Decoded:
+        """Decodes the prompts `repeats` times; of each batch the median time counts.
+
+        Args:
+            prompts: Token ids.
+            repeats: How often.
+            ignore_eos: Every prompt is decoded up to its limit, by the same program.
+        """
         tokens, calls, statistics = [], [], None
         for index in range(0, len(prompts), self._batch):
             rows = prompts[index : index + self._batch]
             output, times = None, []
             for _ in range(repeats):
                 begin = time.perf_counter()
-                output = self._call(rows, limit=self._config.max_new_tokens, index=index)
+                output = self._call(rows, limit=self._config.max_new_tokens, index=index, ignore_eos=ignore_eos)
                 times.append(time.perf_counter() - begin)
             assert output is not None, f"{repeats=} must be at least 1"
             delivered, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
@@ -197,9 +203,9 @@ class Decoder:
             seconds.append(float(np.median(times)))
         return seconds
 
-    def _call(self, rows, *, limit, index):
+    def _call(self, rows, *, limit, index, ignore_eos=False):
         if self._prefilled is not None:
-            return self._go_on(len(rows), limit=limit, index=index)
+            return self._go_on(len(rows), limit=limit, index=index, ignore_eos=ignore_eos)
         padded, lengths = _padded(rows, batch=self._batch, width=self._width)
         limits = np.zeros((self._batch,), np.int32)
         limits[: len(rows)] = limit  # rows beyond the last prompt have a limit of 0: finished from the start
@@ -215,19 +221,20 @@ class Decoder:
             config=self._config,
             sampling=sampling,
             eos_token_ids=self._eos,
+            ignore_eos=ignore_eos,
             max_new_tokens=limits,
             rng=rng,
         )
         # The continuation holds the caches: dropped here, so that the next call has their memory.
         return jax.block_until_ready(dataclasses.replace(output, continuation=None))
 
-    def _go_on(self, num_rows, *, limit, index):
-        """From where the batch of the prompt `index` was left; rows that began with an EOS have ended."""
+    def _go_on(self, num_rows, *, limit, index, ignore_eos):
+        """From where the batch of the prompt `index` was left; rows that began with an EOS have ended, unless these are ignored."""
         assert self._prefilled is not None
         static = dataclasses.replace(self._config, max_new_tokens=self._config.max_new_tokens - 1)
         limits = np.zeros((self._batch,), np.int32)
         for row, token in enumerate(self._prefilled.first[index : index + num_rows]):
-            limits[row] = 0 if token in self._eos else limit - 1
+            limits[row] = 0 if token in self._eos and not ignore_eos else limit - 1
         output = speculative_generate(
             self._target.model,
             self._target.params,
@@ -237,6 +244,7 @@ class Decoder:
             prompt_lengths=np.zeros((self._batch,), np.int32),
             config=static,
             eos_token_ids=self._eos,
+            ignore_eos=ignore_eos,
             max_new_tokens=limits,
             continue_from=self._prefilled.batches[index // self._batch],
         )

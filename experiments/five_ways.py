@@ -27,8 +27,8 @@ from experiments.decoded_ways import Workload
 from experiments.experiment import ExperimentError
 from experiments.models import Model, load_drafter, load_model
 from experiments.sparse_comparison import check_window
-from experiments.sparse_quality import speed_of
 from experiments.sparse_settings import NamedSparsity, block_size_of, check_weights, named_settings
+from experiments.speeds import speed_of
 from experiments.tasks import TaskSource
 from experiments.timed_ways import timed_ways
 from experiments.ways import two_levels

@@ -2,7 +2,7 @@
 
 Command: python -m experiments.run kernels --record
 Hardware: one H200 with specjax[gpu] (`shapes=tiny implementations=reference l2_bytes=0` on a CPU)
-Time: 2 minutes on an H200 for the 33 shapes of attention and selection; `ops`, `rows`, `min_mib` and `max_mib` choose less
+Time: 2 minutes on an H200 for 33 shapes of attention and selection; `ops`, `rows`, `min_mib` and `max_mib` choose less
 Result: see "Kernels" in the README, made from results/kernels.json: attention; other operations are not measured yet
 
 `us` is a call's marginal time: of a loop whose steps run the operation over several copies of its arrays, one after another, less a loop

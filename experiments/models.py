@@ -31,7 +31,7 @@ class Model:
         name: The preset's name, or what the checkpoint was made from.
         model: The module.
         params: Its params.
-        weights: "random", or "real" and how they were stored.
+        weights: "random"; "real" and how they were stored; or how long they were trained here.
         checkpoint: The loaded `Checkpoint`, which has the tokenizer; `None` for a preset.
         path: Where it was loaded from; `None` for a preset.
     """
@@ -154,6 +154,8 @@ def default_cache_dir() -> Path:
 
 
 def stored_as(metadata: dict[str, Any], dtype: str) -> str:
-    """The `weights` of a row: "real", and what they were stored as where that was not `dtype`."""
+    """The `weights` of a row: "real", and what they were stored as where that was not `dtype`; or that an experiment trained them."""
+    if metadata.get("training_steps") is not None:  # see `experiments.train_moe`
+        return f"trained here for {metadata['training_steps']} steps, {dtype}"
     quantisation = metadata.get("quantisation")
     return f"real, {dtype}" if quantisation in (None, "none") else f"real, {quantisation} dequantised to {dtype}"

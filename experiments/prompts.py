@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments.experiment import ExperimentError
 
+T = TypeVar("T")
+
 
 def load_prompts(data_dir: str | Path, name: str, number: int | None = None) -> list[str]:
-    """The first turns of a set, or `number` of them spread evenly over it (`[::len // number][:number]`).
+    """The first turns of a set, or `number` of them spread evenly over it.
 
     Raises:
         ExperimentError: No such file, or a line without turns.
@@ -18,9 +20,7 @@ def load_prompts(data_dir: str | Path, name: str, number: int | None = None) -> 
     path = Path(data_dir).expanduser() / f"{name}.jsonl"
     if not path.is_file():
         raise ExperimentError(f"there is no prompt set {name}.jsonl in data_dir {Path(data_dir)}")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if number is not None and number < len(lines):
-        lines = lines[:: len(lines) // number][:number]
+    lines = spread([line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()], number)
     prompts = []
     for line in lines:
         turns = json.loads(line).get("turns")
@@ -28,6 +28,11 @@ def load_prompts(data_dir: str | Path, name: str, number: int | None = None) -> 
             raise ExperimentError(f"{path.name}: a line has no turns: {line[:80]}")
         prompts.append(turns[0])
     return prompts
+
+
+def spread(items: list[T], count: int | None) -> list[T]:
+    """So many of them, spread evenly over all; all where there are no more."""
+    return items if count is None or count >= len(items) else [items[index * len(items) // count] for index in range(count)]
 
 
 def encode(tokenizer: Any, prompts: list[str], *, chat_template: bool) -> list[list[int]]:

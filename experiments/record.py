@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -50,14 +52,22 @@ class Record:
             "first_row": len(earlier["rows"]),
             **{key: description[key] for key in ("command", "git_sha", "config", "versions", "device")},
         }
-        return earlier | {"appended": [*earlier.get("appended", []), part], "rows": [*earlier["rows"], *rows]}
+        if earlier.get("interrupted"):  # its last run was, to which these rows do not belong
+            part["earlier_interrupted"] = True
+        kept = {key: value for key, value in earlier.items() if key != "interrupted"}
+        return kept | {"appended": [*earlier.get("appended", []), part], "rows": [*earlier["rows"], *rows]}
 
     def earlier(self, path: Path) -> dict[str, Any] | None:
-        """What stands in a file of this experiment, to append to; `None` if there is no such file.
+        """What stands in a file of this experiment, to append to: a run's result, or else what an interrupted one left.
+
+        Returns:
+            The JSON; `None` if there is neither.
 
         Raises:
             ExperimentError: It is another experiment's, or holds this command's rows already.
         """
+        if not path.exists():
+            path = partial_path(path)
         if not path.exists():
             return None
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -65,8 +75,7 @@ class Record:
             raise ExperimentError(
                 f"{path.name} holds rows of {found['experiment']}, to which those of {self.experiment} cannot be appended"
             )
-        commands = [run["command"].removesuffix(" --append") for run in (found, *found.get("appended", []))]
-        if self.command.removesuffix(" --append") in commands:
+        if self.command.removesuffix(" --append") in _commands(found):
             raise ExperimentError(f"{path.name} already holds the rows of this command: {self.command}")
         return found
 
@@ -121,7 +130,8 @@ def check_row(row: dict) -> dict:
 def collect(record: Record, rows: Iterable[dict], path: Path, earlier: dict[str, Any] | None = None) -> Generator[dict]:
     """Passes rows on and keeps what is there so far in `PATH.partial`; the last row replaces `path`, so a run that fails destroys nothing.
 
-    What stands in `PATH.partial` says `"interrupted": true`, and the report repeats it, should it be kept as a result.
+    What stands in `PATH.partial` says `"interrupted": true`, and the report repeats it, should it be kept as a result. Rows of another
+    command that stand there already are kept too, under another name.
 
     Args:
         record: The run.
@@ -129,14 +139,42 @@ def collect(record: Record, rows: Iterable[dict], path: Path, earlier: dict[str,
         path: Where the JSON shall stand.
         earlier: From `record.earlier`, what the rows shall be appended to.
     """
-    partial = path.with_suffix(".json.partial")
+    partial = partial_path(path)
     done: list[dict] = []
     for row in rows:
         done.append(check_row(row))
-        write_json(partial, record.as_json(done, earlier) | {"interrupted": True})
+        whole = record.as_json(done, earlier)
+        if len(done) == 1:
+            _set_aside(partial, whole, earlier)
+        write_json(partial, whole | {"interrupted": True})
         yield done[-1]
     write_json(path, record.as_json(done, earlier))
-    partial.unlink(missing_ok=True)
+    if done:  # else it is not of this run
+        partial.unlink(missing_ok=True)
+
+
+def partial_path(path: Path) -> Path:
+    """Where the rows of a run stand until it ends."""
+    return path.with_suffix(".json.partial")
+
+
+def _set_aside(partial: Path, whole: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    """Renames what an interrupted run left, unless these runs' rows are appended to it, or take its place."""
+    if not partial.exists():
+        return
+    found = json.loads(partial.read_text(encoding="utf-8"))
+    if found == earlier or _commands(found) == _commands(whole):
+        return
+    stem = partial.name.removesuffix(".json.partial")
+    names = (partial.with_name(f"{stem}.{number}.json.partial") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    partial.rename(aside)
+    print(f"{partial.name} held {len(found['rows'])} rows of an interrupted run: they are now in {aside}", file=sys.stderr, flush=True)
+
+
+def _commands(result: dict[str, Any]) -> list[str]:
+    """Of all runs whose rows stand in a JSON."""
+    return [run["command"].removesuffix(" --append") for run in (result, *result.get("appended", []))]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -27,6 +27,7 @@ README = REPOSITORY / "README.md"
 _BLOCK = re.compile(r"(<!-- (?P<kind>results|optional):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL)
 # Longer tables are folded: the figure and the words beside them are what most readers look for.
 _LONGEST_OPEN = 12
+_INTERRUPTED = " The run was interrupted: these are the rows that it finished."
 _MARKER = re.compile(r"<!-- /?(?:results|optional):[\w.-]+ -->")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -92,14 +93,16 @@ def markdown(result: dict, file_name: str) -> str:
     part = "" if len(rows) == len(result["rows"]) else f" (here {len(rows)} of its {len(result['rows'])} rows)"
     appended = result.get("appended", [])
     ends = [*(later["first_row"] for later in appended), len(result["rows"])]
-    origin = f"From {source}{part}: {_where(result, result['rows'][: ends[0]])}; `{result['command']}`."
-    for later, end in zip(appended, ends[1:], strict=True):
+    # A run that was appended says whether the one before it was interrupted; of the last one the whole JSON does.
+    interrupted = [*(later.get("earlier_interrupted") for later in appended), result.get("interrupted")]
+    origin = (
+        f"From {source}{part}: {_where(result, result['rows'][: ends[0]])}; `{result['command']}`.{_INTERRUPTED * bool(interrupted[0])}"
+    )
+    for later, end, left_off in zip(appended, ends[1:], interrupted[1:], strict=True):
         before = result["rows"][: later["first_row"]]
         above = len(module.table_rows(before) if hasattr(module, "table_rows") else before)
         where = _where(later, result["rows"][later["first_row"] : end])
-        origin += f" Rows {above + 1} and on: {where}; `{later['command']}`."
-    if result.get("interrupted"):
-        origin += " The run was interrupted: these are the rows that it finished."
+        origin += f" Rows {above + 1} and on: {where}; `{later['command']}`.{_INTERRUPTED * bool(left_off)}"
     return "\n".join([*tables, origin, ""])
 
 

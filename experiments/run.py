@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +29,9 @@ def main(
     settings: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE…", help="Its settings.", show_default=False)] = None,
     record: Annotated[bool, typer.Option("--record", help="Write to experiments/results, the numbers that the README shows.")] = False,
     save_as: Annotated[str | None, typer.Option("--save-as", help="The JSON's name, where it is not the experiment's.")] = None,
-    append: Annotated[bool, typer.Option("--append", help="Keep the rows that the JSON has, and add these.")] = False,
+    append: Annotated[
+        bool, typer.Option("--append", help="Keep the rows that the JSON has, or an interrupted run left, and add these.")
+    ] = False,
     out: Annotated[Path, typer.Option("--out", help="Folder for the JSON without --record.")] = REPOSITORY / "runs",
     sha: Annotated[str | None, typer.Option("--git-sha", help="The commit, for a checkout without .git.")] = None,
 ) -> None:
@@ -53,7 +58,7 @@ def main(
     path, rows = (RESULTS if record else out) / f"{save_as or name}.json", 0
     try:
         earlier = description.earlier(path) if append else None
-        with contextlib.closing(collect(description, experiment.run(config), path, earlier)) as found:
+        with _terminated_as_interrupted(), contextlib.closing(collect(description, experiment.run(config), path, earlier)) as found:
             for row in found:
                 print(experiment.show(row), flush=True)
                 rows += 1
@@ -64,6 +69,23 @@ def main(
         print(f"interrupted after {rows} rows" + f", which are in {path}.partial" * (rows > 0), file=sys.stderr, flush=True)
         os._exit(130)  # what compiles in other threads cannot be stopped, and Python would wait for it
     print(f"wrote {path}")
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM interrupts, like Ctrl-C: processes that an experiment started in sessions of their own are ended, and none stays on a GPU."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where no signal can be handled
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def show_list() -> None:

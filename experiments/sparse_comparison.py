@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from experiments.experiment import ExperimentError
 from experiments.models import Model
 from experiments.sparse_pair import Pair, Text
 from experiments.sparse_settings import DENSE, NamedSparsity, laid_out_for
+from experiments.speeds import Timed, keep_ratio, ratio
 from experiments.tasks import Example, Task
 from specjax import SparsityConfig
 from specjax.capacity import bucket
@@ -46,10 +47,11 @@ class Comparison:
         tokenizer: The target's.
         decoders: By setting, compiled.
         longest: Tokens that a prompt and what follows it may have.
-        prefill_seconds: What the prompts take up to their first tokens.
-        plain_tokens_per_s: Plain decoding from there on; `None` if lost in noise.
-        dense: Dense verification.
-        scores: By metric, of its answers, a score an example.
+        prefill_seconds: What the timed prompts take up to their first tokens.
+        plain: Plain decoding, timed.
+        timed: Dense verification, timed.
+        dense: Its answers.
+        scores: By metric, of these, a score an example.
         prefilled: The prompts, taken in; `None` where each setting does that.
     """
 
@@ -60,7 +62,8 @@ class Comparison:
     decoders: Mapping[NamedSparsity, Decoder]
     longest: int
     prefill_seconds: float
-    plain_tokens_per_s: float | None
+    plain: Timed
+    timed: Timed
     dense: Decoded
     scores: dict[str, list[float]]
     prefilled: Prefilled | None
@@ -96,9 +99,9 @@ class Comparison:
             jobs["agreement", named] = f"agreement of {named.name}", along
         ready: dict[Any, Any] = compile_all(jobs, threads=pair.compile_threads, first=1)
         say(f"{task.name}: decoding")
-        dense = ready["dense"](prompts, repeats=pair.repeats)
-        prefill_seconds = ready["dense"].prefill_seconds(prompts, repeats=pair.repeats)
-        plainly = ready["plain"](prompts, repeats=pair.repeats) if "plain" in ready else dense
+        dense = ready["dense"](prompts)
+        prefill_seconds = ready["dense"].prefill_seconds(pair.timed_prompts(prompts), repeats=pair.repeats)
+        timed = pair.timed(ready["dense"], prompts, prefill_seconds)
         return cls(
             pair=pair,
             task=task,
@@ -107,7 +110,8 @@ class Comparison:
             decoders={named: ready[named] for named in settings},
             longest=longest,
             prefill_seconds=prefill_seconds,
-            plain_tokens_per_s=decoding_speed(plainly, prefill_seconds),
+            plain=pair.timed(ready["plain"], prompts, prefill_seconds) if "plain" in ready else timed,
+            timed=timed,
             prefilled=prefilled,
             dense=dense,
             scores=score(task, dense, tokenizer),
@@ -119,14 +123,16 @@ class Comparison:
         for metric, values in scores.items():
             mean = float(np.mean(values))
             measured = {"token_agreement": 1.0, "kl": 0.0, "keep_ratio": 1.0, "flops_ratio": 1.0, "bytes_ratio": 1.0}
-            yield self._row("dense", "", "", metric, (mean, mean, (0.0, 0.0)), self.dense, measured)
+            yield self._row("dense", "", "", metric, (mean, mean, (0.0, 0.0)), self.dense, self.timed, measured)
 
     def sparse_rows(self, named: NamedSparsity) -> Iterator[dict]:
         """A row a metric for a sparse setting."""
-        decoded = self.decoders[named](self.prompts, repeats=self.pair.repeats)
+        decoded = self.decoders[named](self.prompts)
+        timed = self.pair.timed(self.decoders[named], self.prompts, self.prefill_seconds)
         texts = self._agreements(named.sparsity)
         along = functools.reduce(operator.add, texts)
-        measured = {"token_agreement": along.token_agreement, "kl": along.mean_kl, **kept_and_work(decoded)}
+        kept = keep_ratio(decoded.statistics.summary())
+        measured = {"token_agreement": along.token_agreement, "kl": along.mean_kl, "keep_ratio": kept, **timed.work}
         if self.scores:
             ours = score(self.task, decoded, self.tokenizer)
             pairs = {metric: (self.scores[metric], values) for metric, values in ours.items()}
@@ -135,11 +141,10 @@ class Comparison:
         for metric, (dense, sparse) in pairs.items():
             interval = paired_interval(dense, sparse, resamples=self.pair.resamples)
             scores = (float(np.mean(dense)), float(np.mean(sparse)), interval)
-            yield self._row(named.method, named.setting, named.reuse, metric, scores, decoded, measured)
+            yield self._row(named.method, named.setting, named.reuse, metric, scores, decoded, timed, measured)
 
-    def _row(self, method, setting, reuse, metric, scores, decoded: Decoded, measured: dict[str, float]) -> dict:
+    def _row(self, method, setting, reuse, metric, scores, decoded: Decoded, timed: Timed, measured: dict[str, float]) -> dict:
         dense_score, sparse_score, interval = scores
-        speed = decoding_speed(decoded, self.prefill_seconds)
         pair = self.pair
         return {
             "target": pair.target.name,
@@ -151,6 +156,9 @@ class Comparison:
             "prompts": len(self.prompts),
             "context": float(np.mean([len(prompt) for prompt in self.prompts])),
             "metric": metric,
+            "new_tokens": pair.new_tokens,
+            "finished_dense": finished(self.dense, pair.ends),
+            "finished_sparse": finished(decoded, pair.ends),
             "score_dense": dense_score,
             "score_sparse": sparse_score,
             "score_difference_interval": list(interval),
@@ -161,8 +169,8 @@ class Comparison:
             "keep_ratio": measured["keep_ratio"],
             "flops_ratio": measured["flops_ratio"],
             "bytes_ratio": measured["bytes_ratio"],
-            "tokens_per_s": speed,
-            "speedup_over_autoregressive": ratio(speed, self.plain_tokens_per_s),
+            **timed.fields(),
+            "speedup_over_autoregressive": ratio(timed.tokens_per_s, self.plain.tokens_per_s),
             "weights": pair.target.weights,
             "implementation": pair.implementation,
             "synthetic": False,
@@ -213,6 +221,11 @@ def check_window(target: Model, prompts: Sequence[Sequence[int]], num_new: int) 
         )
 
 
+def finished(decoded: Decoded, ends: Collection[int]) -> float:
+    """The share of answers that ended with an EOS, and not with the limit."""
+    return float(np.mean([bool(answer) and answer[-1] in ends for answer in decoded.tokens]))
+
+
 def score(task: Task, decoded: Decoded, tokenizer: Any) -> dict[str, list[float]]:
     """By metric, a score an example. Threads take examples side by side: programs that are tested run in processes of their own."""
     answers = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in decoded.tokens]
@@ -221,34 +234,6 @@ def score(task: Task, decoded: Decoded, tokenizer: Any) -> dict[str, list[float]
             metric: list(pool.map(lambda example, answer, metric=metric: example.scores[metric](answer), task.examples, answers))
             for metric in task.metrics
         }
-
-
-def decoding_speed(decoded: Decoded, prefill_seconds: float) -> float | None:
-    """Tokens a second, from each prompt's first token on (which the prefill brings, and which does not count); `None` if lost in noise."""
-    tokens, seconds = decoded.num_tokens - sum(bool(row) for row in decoded.tokens), decoded.seconds - prefill_seconds
-    return tokens / seconds if tokens > 0 and seconds > 0 else None
-
-
-def ratio(speed: float | None, other: float | None) -> float | None:
-    """One speed over another; `None` where either was lost."""
-    return None if speed is None or other is None else speed / other
-
-
-def keep_ratio(summary: dict[str, Any]) -> float:
-    """What sparse passes kept, as measured: of the cache where attention is sparse, else of experts or channels; 1 if there were none."""
-    kept = (summary[name]["keep_ratio"] for name in ("sparse_attention", "sparse_moe", "sparse_ffn") if name in summary)
-    return float(next(kept, 1.0))
-
-
-def kept_and_work(decoded: Decoded) -> dict[str, float]:
-    """Measured shares of the mean verification pass over a dense one."""
-    summary = decoded.statistics.summary()
-    total = summary["step_work"]["total"]
-    return {
-        "keep_ratio": keep_ratio(summary),
-        "flops_ratio": total["flops"] / total["dense_flops"],
-        "bytes_ratio": total["bytes"] / total["dense_bytes"],
-    }
 
 
 def sample_texts(target: Model, path: Path) -> MLPSamples:

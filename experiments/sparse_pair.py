@@ -14,6 +14,7 @@ from experiments.acceptance import end_of_text
 from experiments.decoding import Decoder, Prefilled
 from experiments.models import LoadedDrafter, Model
 from experiments.sparse_settings import DENSE, laid_out_for
+from experiments.speeds import Timed, timed_prompts
 from specjax import GenerateConfig, SparsityConfig
 from specjax.capacity import bucket, rounded_capacity, whole_chunks
 from specjax.models.kv_cache import KVCache
@@ -33,36 +34,43 @@ class Pair:
         target: With a tokenizer.
         drafter: `None` decodes plainly.
         num_speculative_tokens: G.
-        new_tokens: Limit a prompt.
         batch: Prompts decoded together.
         repeats: Timed runs a batch.
+        timed_batches: Batches that are timed, the first ones.
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
         implementation: Of the kernels, for the rows.
         block_size: Of sparse attention: caches are whole blocks.
         share_prefill: The prompts' caches are kept, and every setting goes on from them.
         longest: Tokens of a prompt and its answer that caches have room for at least.
+        new_tokens: Limit a prompt.
         made: The target's weights in another layout, once they are needed.
     """
 
     target: Model
     drafter: LoadedDrafter | None
     num_speculative_tokens: int
-    new_tokens: int
     batch: int
     repeats: int
+    timed_batches: int
     resamples: int
     compile_threads: int
     implementation: str
     block_size: int = 64
     share_prefill: bool = True
     longest: int = 0
+    new_tokens: int = 128
     made: dict[str, Model] = dataclasses.field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         """Rows of a verification."""
         return 1 if self.drafter is None else self.num_speculative_tokens + 1
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        return end_of_text(self.target)
 
     def prefilled(self, prompts: Sequence[Sequence[int]], *, width: int, longest: int) -> Prefilled | None:
         """The prompts taken in once for all settings, with room for what follows them; `None` where that is not wished."""
@@ -90,9 +98,23 @@ class Pair:
             config=static,
             batch=self.batch,
             width=width,
-            eos_token_ids=end_of_text(self.target),
+            eos_token_ids=self.ends,
             prefilled=prefilled,
         )
+
+    def timed_prompts(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Those of the batches that are timed."""
+        return timed_prompts(prompts, batch=self.batch, batches=self.timed_batches)
+
+    def timed(self, decoder: Decoder, prompts: Sequence[Sequence[int]], prefill_seconds: float) -> Timed:
+        """Times a decoder, in which no row ends at an EOS: it runs the program that its answers came of.
+
+        Args:
+            decoder: From `decoder`.
+            prompts: All of them, of which some batches are timed.
+            prefill_seconds: What these take up to their first tokens.
+        """
+        return Timed(decoder(self.timed_prompts(prompts), repeats=self.repeats, ignore_eos=True), prefill_seconds)
 
     def agreement(
         self,

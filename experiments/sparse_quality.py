@@ -11,10 +11,17 @@ the text that dense verification wrote (of the task `text`: along what really fo
 `token_agreement` is the share of the same most probable tokens, `kl` the mean KL(dense, sparse) in nats. There, a score is the mean
 negative log-likelihood in nats a token: lower is better, and its exponential is the perplexity.
 
-`keep_ratio` is measured: blocks read, channels computed or experts taken over all. `flops_ratio` and `bytes_ratio` compare the mean
-verification pass with a dense one, by counting (`specjax.sparsity.work`). Speeds count from each prompt's first token on: the prefill
-is dense for all, and shared (`share_prefill`), so that each prompt's second token comes of a dense pass too. `context` is the mean length
-of the prompts, in tokens.
+Speeds are taken apart from the answers, of `timed_batches` full batches in which no row ends at an EOS: else a batch would go on with
+fewer and fewer rows, and longer answers would count as faster steps. They count new tokens of all rows, behind each prompt's first token:
+the prefill is dense for all, and shared (`share_prefill`), so that each prompt's second token comes of a dense pass too.
+`timed_mean_acceptance_length` is of the text that was timed, which goes on behind its end.
+
+`finished_sparse` is the share of answers that ended with an EOS; the others were cut off at the limit `new_tokens`, and their scores say
+little.
+
+`keep_ratio` is measured: blocks read, channels computed or experts taken over all, for the answers. `flops_ratio` and `bytes_ratio` compare
+the mean verification pass of the timed batches with a dense one, by counting (`specjax.sparsity.work`). `context` is the mean length of the
+prompts, in tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +37,7 @@ from experiments.models import load_drafter, load_model
 from experiments.sparse_comparison import Comparison, sample_texts
 from experiments.sparse_pair import Pair
 from experiments.sparse_settings import SparseWords, block_size_of, check_weights, named_settings
+from experiments.speeds import speed_of, was_timed
 from experiments.tasks import TaskSource
 from experiments.trade_off import trade_off
 
@@ -50,7 +58,7 @@ class Config(SparseWords):
         calibration_text: A file of plain text on which thresholds of experts and their channels are found.
         prompts: Of a task, spread evenly over it; `none` takes all.
         max_prompt_tokens: Longer prompts are cut in the middle of their context.
-        new_tokens: Limit a prompt.
+        new_tokens: Limit a prompt, one for all tasks or one a task; none: 512 of `gsm8k`, 384 of `humaneval` and `mbpp`, 128 of others.
         num_speculative_tokens: G.
         longest: Tokens of a prompt and its answer that caches have room for at least: tasks of about one length then share their programs.
         batch: Prompts decoded together.
@@ -58,6 +66,7 @@ class Config(SparseWords):
         implementation: Of the kernels; see `Kernels.of`.
         chat_template: Prompts of chat tasks are user messages in the tokenizer's template; `false` takes them as bare text.
         repeats: Timed runs a batch; the median counts.
+        timed_batches: Batches that are timed, the first ones; the other prompts are decoded for their answers alone.
         resamples: Of the bootstrap.
         compile_threads: Programs to compile at a time; each runs once when it is compiled, with caches of its own.
         share_prefill: All settings go on from caches that took the prompts in once: memory for the caches of all prompts is needed.
@@ -74,7 +83,7 @@ class Config(SparseWords):
     calibration_text: str = path_field("")
     prompts: int | None = 32
     max_prompt_tokens: int = 16000
-    new_tokens: int = 128
+    new_tokens: tuple[int, ...] = ()
     num_speculative_tokens: int = 5
     longest: int = 0
     batch: int = 1
@@ -82,10 +91,20 @@ class Config(SparseWords):
     implementation: str = "auto"
     chat_template: bool = True
     repeats: int = 1
+    timed_batches: int = 2
     resamples: int = 10_000
     compile_threads: int = 4
     share_prefill: bool = True
     cache_dir: str | None = local_field()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.new_tokens) not in (0, 1, len(self.tasks)) or min(self.new_tokens, default=1) < 1:
+            given = ",".join(map(str, self.new_tokens))
+            raise ExperimentError(f"new_tokens must be positive, one for all or one for each of {', '.join(self.tasks)}, got {given}")
+        for name in ("repeats", "timed_batches"):
+            if getattr(self, name) < 1:
+                raise ExperimentError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def run(config: Config) -> Iterator[dict]:
@@ -108,6 +127,9 @@ def run(config: Config) -> Iterator[dict]:
         chat_template=config.chat_template,
     )
     tasks = [source.load(name) for name in config.tasks]
+    if config.new_tokens:
+        limits = config.new_tokens * (len(tasks) if len(config.new_tokens) == 1 else 1)
+        tasks = [dataclasses.replace(task, new_tokens=limit) for task, limit in zip(tasks, limits, strict=True)]
     samples = None
     if config.needs_samples(target.model.config):
         samples = sample_texts(target, Path(config.calibration_text))
@@ -119,9 +141,9 @@ def run(config: Config) -> Iterator[dict]:
         target=target,
         drafter=drafter,
         num_speculative_tokens=config.num_speculative_tokens,
-        new_tokens=config.new_tokens,
         batch=config.batch,
         repeats=config.repeats,
+        timed_batches=config.timed_batches,
         resamples=config.resamples,
         compile_threads=config.compile_threads,
         implementation=config.implementation,
@@ -131,7 +153,7 @@ def run(config: Config) -> Iterator[dict]:
     )
     for task in tasks:
         say(f"{task.name}: tokenizing {len(task.examples)} prompts")
-        comparison = Comparison.build(pair, task, source.encode(task), tokenizer, settings)
+        comparison = Comparison.build(dataclasses.replace(pair, new_tokens=task.new_tokens), task, source.encode(task), tokenizer, settings)
         yield from comparison.dense_rows()
         for named in settings:
             yield from comparison.sparse_rows(named)
@@ -144,23 +166,16 @@ def show(row: dict) -> str:
         low, high = row["score_difference_interval"]
         text += f" ({row['score_sparse'] - row['score_dense']:+.4f}, 95 % {low:+.4f} to {high:+.4f})"
         text += f"  same tokens {row['token_agreement']:.4f}  KL {row['kl']:.4f}"
+    text += f"  finished {row['finished_sparse']:.2f} ({row['finished_dense']:.2f} dense)"
     text += f"  acceptance length {row['mean_acceptance_length_sparse']:.2f} ({row['mean_acceptance_length_dense']:.2f} dense)"
     text += f"  keeps {row['keep_ratio']:.3f}, bytes {row['bytes_ratio']:.3f}, operations {row['flops_ratio']:.3f}"
     return f"{text}  {speed_of(row)}"
 
 
-def speed_of(row: dict) -> str:
-    """A row's speed, where it could be measured."""
-    if row["speedup_over_autoregressive"] is None:
-        return "speed lost in the noise of the prefill's time"
-    loses = "" if row["speedup_over_autoregressive"] >= 1 else " (loses)"
-    return f"{row['tokens_per_s']:.1f} tokens/s: {row['speedup_over_autoregressive']:.2f} x{loses}"
-
-
 def columns(row: dict) -> dict:
     """What the report shows of a row."""
     low, high = row["score_difference_interval"]
-    return {
+    shown = {
         "set": row["dataset"],
         "prompts": row["prompts"],
         "tokens": row["context"],
@@ -174,6 +189,11 @@ def columns(row: dict) -> dict:
         "same tokens": row["token_agreement"],
         "KL": row["kl"],
         "mean acceptance length": row["mean_acceptance_length_sparse"],
+    }
+    if not was_timed(row):
+        return shown
+    return shown | {
+        "finished": row["finished_sparse"],
         "bytes": row["bytes_ratio"],
         "operations": row["flops_ratio"],
         "tokens/s": row["tokens_per_s"],

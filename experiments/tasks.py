@@ -17,7 +17,7 @@ from typing import Any
 from experiments.code_tests import human_eval_program, mbpp_program, passes
 from experiments.experiment import ExperimentError
 from experiments.long_code import long_code_prompts
-from experiments.prompts import encode
+from experiments.prompts import encode, spread
 from experiments.text_scores import edit_similarity, exact_match, require_rouge, rouge_l, same_number
 
 Score = Callable[[str], float]
@@ -50,11 +50,13 @@ class Task:
         name: The set's.
         examples: In order.
         chat: Prompts are user messages; `False` where the model just goes on writing.
+        new_tokens: That answers have room for, where nothing else is asked for.
     """
 
     name: str
     examples: list[Example]
     chat: bool = True
+    new_tokens: int = 128
 
     @property
     def metrics(self) -> list[str]:
@@ -107,7 +109,7 @@ class TaskSource:
             examples = [example for line in lines for example in examples_of(line)]
         except KeyError as error:
             raise ExperimentError(f"{name}: a line has no field {error}, see how the set is published") from None
-        return Task(name=name, examples=spread(examples, self.count))
+        return Task(name=name, examples=spread(examples, self.count), new_tokens=_NEW_TOKENS.get(name, Task.new_tokens))
 
     def encode(self, task: Task) -> list[list[int]]:
         """Token ids of a task's prompts, their contexts cut in the middle where they are too long.
@@ -134,11 +136,6 @@ class TaskSource:
     def _cut(self, context: Sequence[int], room: int) -> str:
         head, tail = context[: room // 2], context[len(context) - (room - room // 2) :]
         return self.tokenizer.decode(head) + " … " + self.tokenizer.decode(tail) if room else ""
-
-
-def spread(items: list, count: int | None) -> list:
-    """So many of them, spread evenly; all where there are no more."""
-    return items if count is None or count >= len(items) else items[:: len(items) // count][:count]
 
 
 def _read(folders: Sequence[str], name: str, pattern: str) -> list[dict]:
@@ -232,4 +229,6 @@ _FILES: dict[str, tuple[str, Callable[[dict], list[Example]]]] = {
     "mbpp": ("mbpp.jsonl*", _mbpp),
     "gsm8k": ("gsm8k_test.jsonl*", _gsm8k),
 }
+# A worked solution, or a whole function with some words about it.
+_NEW_TOKENS = {"gsm8k": 512, "humaneval": 384, "mbpp": 384}
 TASKS = (*_FILES, "long_code", "text")

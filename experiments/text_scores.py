@@ -12,6 +12,11 @@ from experiments.experiment import ExperimentError
 
 # A number with thousands separators or without, the sign and decimals included.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# What LaTeX writes between digits, or before them.
+_TYPESETTING = re.compile(r"\{,\}|\\[,!$]")
+# A number behind the mark that GSM8K's solutions end with, but for signs such as a currency's; words make it a heading.
+_MARKED = re.compile(rf"####[^\w-]*({_NUMBER.pattern})")
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def rouge_l(answer: str, references: Sequence[str]) -> float:
@@ -45,9 +50,17 @@ def _rouge_scorer():
 
 
 def final_number(text: str) -> decimal.Decimal | None:
-    """The number that a worked solution ends with: behind the last `####` if there is one, else the last one of all; `None` without any."""
-    found = _NUMBER.findall(text.rpartition("####")[2])
-    return decimal.Decimal(found[-1].replace(",", "")) if found else None
+    r"""The number that a worked solution gives as its own; `None` without any.
+
+    The first of these that there is: what directly follows the last `####`; what the last `\boxed{...}` holds, behind its last `=`; the
+    first number anywhere behind the last `####`; the last number of all. Behind an answer stand units and remarks, which have numbers too.
+    """
+    text = _TYPESETTING.sub("", text)
+    marked = _MARKED.match(text[text.rfind("####") :]) if "####" in text else None
+    boxed = _BOXED.findall(text)
+    found = [marked[1]] if marked else _NUMBER.findall(boxed[-1].rpartition("=")[2]) if boxed else []
+    found = found or (_NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []) or _NUMBER.findall(text)[-1:]
+    return decimal.Decimal(found[0].replace(",", "")) if found else None
 
 
 def same_number(answer: str, reference: str) -> float:

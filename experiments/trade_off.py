@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from experiments.speeds import was_timed
+
 # A marker a data set, a colour a method.
 _MARKERS = "osD^vP*X"
 
@@ -13,14 +15,15 @@ def trade_off(rows: Sequence[Mapping[str, Any]]) -> Callable[[Any], None] | None
     """The figure of rows of `sparse_quality`: a point a setting and data set, speed over that of dense verification of the same prompts.
 
     Args:
-        rows: Of that experiment; those of several metrics count once.
+        rows: Of that experiment; those of several metrics count once. Rows whose batches emptied while they were timed are left out.
 
     Returns:
         A function that draws it on Matplotlib's axes; `None` where no sparse setting has a speed that was measured.
     """
     points: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
-    dense = {row["dataset"]: row["tokens_per_s"] for row in rows if row["method"] == "dense"}
-    for row in rows:
+    timed = [row for row in rows if was_timed(row)]
+    dense = {row["dataset"]: row["tokens_per_s"] for row in timed if row["method"] == "dense"}
+    for row in timed:
         speed, base = row["tokens_per_s"], dense.get(row["dataset"])
         if row["method"] != "dense" and speed and base:
             one = f"{row['setting']} {row['reuse']}"

@@ -34,7 +34,7 @@ from experiments.draft_heads import describe
 from experiments.experiment import ExperimentError, local_field, path_field
 from experiments.models import Model, converted, stored_as
 from experiments.prompts import encode, load_prompts
-from experiments.train_figures import Draw, training_figures
+from experiments.train_figures import GONE_ON_WITH, Draw, training_figures
 from specjax import GenerateConfig, Kernels
 from specjax.capacity import bucket
 from specjax.checkpoints.pairing import drafter_for_target
@@ -108,8 +108,8 @@ class Config:
     every: int = 1
     chunk_size: int = LossPositions.chunk_size
     eta: float = DraftLoss.eta
-    fc_norm: bool = TrainSettings.fc_norm
-    norm_output: bool = TrainSettings.norm_output
+    fc_norm: bool | None = TrainSettings.fc_norm
+    norm_output: bool | None = TrainSettings.norm_output
     data_dir: str = path_field("")
     sets: tuple[str, ...] = ("humaneval", "gsm8k", "sum", "mt_bench", "alpaca", "qa")
     prompts_per_set: int | None = 13
@@ -167,6 +167,9 @@ def run(config: Config) -> Iterator[dict]:
         settings = config.settings()
         checkpoints = run_checkpoints(out / STATE_FOLDER, settings, force=False)
         resumed = checkpoints is not None and checkpoints.will_restore()
+        finished = [variant.name for variant in settings.variants if (out / variant.name).exists()]
+        if finished and not resumed:
+            raise ExperimentError(f"{out} has drafters already: {', '.join(finished)}; out must be a folder without these")
         path = converted(Path(config.target).expanduser(), dtype=config.dtype, cache_dir=config.cache_dir)
         start = None
         if config.start:
@@ -286,7 +289,7 @@ class Evaluator:
             "variant": name,
             **describe(self.prepared.networks[name].config.head, config_of_target.vocab_size),
             "hidden_size": config_of_target.hidden_size if self.prepared.finished is None else hidden_size_of(self.prepared.finished.model),
-            "init": variant.init,
+            "init": variant.init or GONE_ON_WITH,
             "loss": variant.loss.kind,
             "weights": self._target.weights,
             "implementation": config.implementation,

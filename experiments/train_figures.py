@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.training.losses import DraftLoss
-from specjax.training.settings import Variant
+from specjax.training.settings import DEFAULT_INIT
 
+GONE_ON_WITH = "finished"
 STARTS = {
+    GONE_ON_WITH: "the finished drafter's own head",
     "weighted_svd": "the target's head, where its hidden states go",
     "svd": "the target's head, in all directions alike",
     "random": "random",
 }
+_USUAL = (DEFAULT_INIT, GONE_ON_WITH)
 LOSSES = {"forward_kl": "KL divergence", "lk_alpha": "acceptance (LK)", "lk_lambda": "acceptance and KL divergence, blended (LK)"}
 _BY_TOKENS, _LENGTH = "million tokens seen", "mean acceptance length"
 
@@ -49,7 +52,7 @@ def training_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Draw]:
 
 def _is_usual(row: Mapping[str, Any]) -> bool:
     # The full head has no factors: whatever its start is called, it begins as the target's own but with "random".
-    start = row["init"] == Variant.init or (row["head"] == "full" and row["init"] != "random")
+    start = row["init"] in _USUAL or (row["head"] == "full" and row["init"] != "random")
     return start and row["loss"] == DraftLoss.kind
 
 
@@ -111,6 +114,6 @@ def _with_head(text: str, row: Mapping[str, Any], *, shown: bool) -> str:
 
 def _name(row: Mapping[str, Any]) -> str:
     parts = [_head(row)]
-    parts += [f"start: {STARTS[row['init']]}"] if row["init"] != Variant.init else []
+    parts += [f"start: {STARTS[row['init']]}"] if row["init"] not in _USUAL else []
     parts += [f"loss: {LOSSES[row['loss']]}"] if row["loss"] != DraftLoss.kind else []
     return "; ".join(parts)

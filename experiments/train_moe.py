@@ -59,7 +59,7 @@ class Config:
         steps: The most training steps; `none` where `max_seconds` alone says how long.
         max_seconds: Time of the training steps alone.
         learning_rate: The highest.
-        warmup_steps: Steps over which it rises.
+        warmup_steps: Steps over which it rises; a run of a few minutes has some hundreds in all.
         weight_decay: Of matrices.
         balance_weight: What the load-balancing loss counts.
         report_every: Steps a row.
@@ -85,7 +85,7 @@ class Config:
     steps: int | None = None
     max_seconds: float | None = 300.0
     learning_rate: float = 1e-3
-    warmup_steps: int = 100
+    warmup_steps: int = 20
     weight_decay: float = 0.1
     balance_weight: float = 0.01
     report_every: int = 100

@@ -30,6 +30,7 @@ def test_decoders_go_on_from_prompts_that_were_taken_in_once(target):
         decoder = Decoder(target, drafter, None, eos_token_ids=ends, prefilled=prefilled, **sizes)
         expected = alone.tokens if not ends else Decoder(target, drafter, None, eos_token_ids=ends, **sizes)(prompts).tokens
         assert decoder(prompts).tokens == expected
+        assert decoder(prompts, ignore_eos=True).tokens == alone.tokens
         assert decoder.prefill_seconds(prompts) == 0.0
     assert prefilled.first == [tokens[0] for tokens in alone.tokens]
     assert (prefilled.cache(2).keys[0] == prefilled.batches[1].target_cache.keys[0][:1]).all()

@@ -81,6 +81,18 @@ def test_rows_that_were_appended_name_their_own_run(tmp_path):
     )
 
 
+def test_the_run_that_was_interrupted_is_called_so(tmp_path):
+    run = {"git_sha": "fedcba9876", "versions": {"jax": "1.2.4"}, "device": {"kind": "slide rule", "count": 1}}
+    first, second = run | {"first_row": 1, "command": "python b"}, run | {"first_row": 2, "command": "python c"}
+    sentence = "The run was interrupted: these are the rows that it finished."
+    for part, whole, behind in (({}, True, "python c"), ({"earlier_interrupted": True}, False, "python b")):
+        result = RESULT | {"rows": 3 * RESULT["rows"], "appended": [first, second | part], "interrupted": whole}
+        (tmp_path / "quickstart.json").write_text(json.dumps(result))
+        text = report.rewritten(README, tmp_path)
+        assert f"`{behind}`. {sentence}" in text
+        assert text.count(sentence) == 1
+
+
 def test_appended_rows_are_counted_as_the_table_shows_them_and_name_their_own_weights(tmp_path, monkeypatch):
     speeds = (111.0, 222.0, 333.0, 444.0)
     rows = [RESULT["rows"][0] | {"tokens_per_s": speed, "weights": "old" if speed < 300 else "new"} for speed in speeds]
@@ -136,8 +148,8 @@ def quality_row(method: str, setting: str, agreement: float, speed: float | None
         "kl": 0.1,
         "weights": "real",
     }
-    row |= {"mean_acceptance_length_sparse": 2.0, "keep_ratio": 0.5, "bytes_ratio": 0.5, "flops_ratio": 0.5}
-    return row | {"token_agreement": agreement, "tokens_per_s": speed, "speedup_over_autoregressive": None}
+    row |= {"mean_acceptance_length_sparse": 2.0, "finished_sparse": 0.75, "keep_ratio": 0.5, "bytes_ratio": 0.5, "flops_ratio": 0.5}
+    return row | {"token_agreement": agreement, "tokens_per_s": speed, "timed_seconds": 1.0, "speedup_over_autoregressive": None}
 
 
 def test_an_optional_result_is_shown_with_its_figures_once_it_is_there(tmp_path):
@@ -165,6 +177,16 @@ def test_the_trade_off_is_speed_against_agreement(tmp_path):
     path.write_text(json.dumps(RESULT | {"experiment": "sparse_quality", "rows": rows}))
     assert [drawn.name for drawn in report.figures(path)] == ["sparse_quality-trade-off.svg", "sparse_quality-meetings-rouge.svg"]
     assert lines_of(sparse_quality.plots(rows)["trade-off"])["attention, meetings"] == [1.5, 1.2]
+
+
+def test_rows_of_batches_that_emptied_while_they_were_timed_show_no_speed(tmp_path):
+    rows = [quality_row("dense", "", 1.0, 50.0), quality_row("attention", "0.5", 0.9, 60.0)]
+    earlier = [{key: value for key, value in row.items() if key not in ("timed_seconds", "finished_sparse")} for row in rows]
+    assert {"finished", "bytes", "operations", "tokens/s", "over plain"} == set(sparse_quality.columns(rows[1])) - set(
+        sparse_quality.columns(earlier[1])
+    )
+    assert set(sparse_quality.plots(earlier)) == {"meetings-rouge"}
+    assert set(sparse_quality.plots([*earlier, *rows])) == {"meetings-rouge", "trade-off"}
 
 
 def trained_row(variant: str, length: float, **changes: object) -> dict:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -164,6 +167,75 @@ def test_rows_are_appended_to_what_is_there_with_their_own_origin(tmp_path):
         dataclasses.replace(third, experiment="other").earlier(path)
 
 
+def interrupted(record, path, *numbers):
+    rows = collect(
+        record, ({**ROW, "n": n} for n in (*numbers, None)), path, record.earlier(path) if "--append" in record.command else None
+    )
+    for _ in numbers:
+        next(rows)
+    rows.close()
+
+
+def test_rows_of_an_interrupted_run_are_appended_to(tmp_path):
+    path = tmp_path / "name.json"
+    first, second, third = (dataclasses.replace(RECORD, command=f"python {n} --append") for n in range(3))
+    interrupted(first, path, 0, 1)
+    interrupted(second, path, 2)
+    with pytest.raises(ExperimentError, match=r"name\.json\.partial already holds the rows of this command: python 0"):
+        first.earlier(path)
+    list(collect(third, [ROW | {"n": 3}], path, third.earlier(path)))
+    assert [found.name for found in tmp_path.iterdir()] == ["name.json"]
+    result = json.loads(path.read_text())
+    assert [row["n"] for row in result["rows"]] == [0, 1, 2, 3]
+    assert [(part["first_row"], part["earlier_interrupted"]) for part in result["appended"]] == [(2, True), (3, True)]
+    assert "interrupted" not in result
+
+
+def test_rows_of_an_interrupted_run_are_not_overwritten_by_another(tmp_path, capsys):
+    path, partial = tmp_path / "name.json", tmp_path / "name.json.partial"
+    first, second = (dataclasses.replace(RECORD, command=f"python {n}") for n in range(2))
+    interrupted(first, path, 0)
+    interrupted(first, path, 1, 2)  # once more: its own rows take their place
+    interrupted(second, path, 3)
+    assert (
+        f"name.json.partial held 2 rows of an interrupted run: they are now in {tmp_path / 'name.1.json.partial'}"
+        in capsys.readouterr().err
+    )
+    list(collect(first, [ROW | {"n": 4}], path))
+    assert {found.name for found in tmp_path.iterdir()} == {"name.json", "name.1.json.partial", "name.2.json.partial"}
+    interrupted(second, path, 5)
+    list(collect(first, [], path))  # without a row
+    assert [row["n"] for row in json.loads(partial.read_text())["rows"]] == [5]
+
+
+_RUN_PEERS = """
+import sys
+from pathlib import Path
+from experiments import peers, run
+peers.REPOSITORY, peers.tokenized_prompts = Path(sys.argv[1]), lambda config: [[1]]
+run.app(["peers", "target=t", "drafter=d", "data_dir=p", "--out", sys.argv[1], "--git-sha", "abc"])
+"""
+
+
+def test_a_run_that_is_terminated_leaves_no_process_behind(tmp_path):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "__init__.py").write_text("")
+    system = "import os, pathlib, time\npathlib.Path('part').write_text(str(os.getpid()))\nos.rename('part', 'pid')\ntime.sleep(120)"
+    (tmp_path / "experiments" / "peer_systems.py").write_text(system)
+    process = subprocess.Popen([sys.executable, "-c", _RUN_PEERS, str(tmp_path)], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "pid").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, "interrupted after 0 rows" in said) == (130, True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 def test_rows_must_say_what_they_were_measured_with(tmp_path):
     with pytest.raises(ValueError, match="a row lacks weights"):
         list(collect(RECORD, [{"implementation": "reference", "synthetic": False}], tmp_path / "name.json"))
@@ -218,7 +290,10 @@ def test_committed_results_are_complete_and_hold_no_machine_paths(path):
 
 def check_schema(result):
     assert set(result) - {"interrupted", "appended"} == TOP_KEYS
-    assert all(set(part) == {"first_row", *TOP_KEYS} - {"experiment", "question", "rows"} for part in result.get("appended", []))
+    assert all(
+        set(part) - {"earlier_interrupted"} == {"first_row", *TOP_KEYS} - {"experiment", "question", "rows"}
+        for part in result.get("appended", [])
+    )
     assert set(result["versions"]) == VERSIONS
     assert set(result["device"]) == DEVICE
     assert result["experiment"] in {declaration.name for declaration in declarations()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.bootstrap import paired_interval, rate_ratio_interval
-from experiments.code_tests import code_of, human_eval_program, mbpp_program, passes
+from experiments.code_tests import code_of, defines, human_eval_program, mbpp_program, passes
 from experiments.text_scores import edit_distance, edit_similarity, exact_match, final_number, rouge_l, same_number
 
 PROBLEM = {
@@ -40,9 +40,20 @@ def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence():
         ("-3 degrees", "-3"),
         ("none", None),
         ("#### 12\n#### -8", "-8"),
+        ("#### 5 (since 2 + 3 = 5, for 4 people)", "5"),
+        ("#### $18.00 in 2 days", "18.00"),
+        ("#### Answer: 5 for 4 people", "5"),
+        ("#### Step 1: 3 eggs\nso \\boxed{18}", "18"),
+        ("####\n18\n####", "18"),
+        ("so \\[ \\boxed{12} \\] eggs per day for 7 days.", "12"),
+        ("\\boxed{1{,}200}", "1200"),
+        ("\\boxed{1\\,000}", "1000"),
+        ("\\boxed{\\$1\\!000 \\text{ for 3}} in all, of 4", "1000"),
+        ("\\boxed{3 \\times 4 = 12}", "12"),
+        ("\\boxed{yes}, 4", "4"),
     ],
 )
-def test_the_final_number_is_the_last_one(text, number):
+def test_the_final_number_is_the_one_that_is_given_as_such(text, number):
     found = final_number(text)
     assert (None if found is None else str(found)) == number
 
@@ -67,9 +78,20 @@ def test_lines_of_code_are_compared_without_indentation_and_what_follows():
 
 
 def test_code_is_taken_out_of_an_answer():
-    assert code_of("Here:\n```python\nx = 1\n```\nThat is it.\n```\ny\n```") == "x = 1\n"
-    assert code_of("```py\nx = 1") == "x = 1"
-    assert code_of("x = 1") == "x = 1"
+    def first(answer):
+        return code_of(answer, lambda code: True)
+
+    assert first("Here:\n```python\nx = 1\n```\nThat is it.\n```\ny\n```") == "x = 1\n"
+    assert first("```py\nx = 1") == "x = 1"
+    assert first("x = 1") == "x = 1"
+    assert first("Here:\n```python3\r\nx = 1\n```") == first("1. Here:\n   ```Python\n   x = 1\n   ```").rstrip(" ") == "x = 1\n"
+    assert code_of("```\nx = 1\n```\n```c++\ny\n```", lambda code: "y" in code) == "y\n"
+    assert code_of("```\n    x = 1\n```\n```\ny\n```", lambda code: "z" in code) == "    x = 1\n"
+
+
+@pytest.mark.parametrize(("code", "is_one"), [("def f(): pass", True), ("f = lambda: 1", True), ("x = 1", False), ("pip install x", False)])
+def test_a_definition_is_a_function_or_a_class(code, is_one):
+    assert defines(code) is is_one
 
 
 @pytest.mark.parametrize(
@@ -80,6 +102,11 @@ def test_code_is_taken_out_of_an_answer():
         ("    return len(numbers)\n", False),
         ("    exit(0)\n", False),  # ends without an error, but before the tests
         ("    return (", False),
+        ("```bash\npip install x\n```\n```python\ndef total(numbers):\n    return sum(numbers)\n```", True),
+        ("1. So:\n   ```python3\n   def total(numbers):\n       return sum(numbers)\n   ```", True),
+        ("```python\n    return sum(numbers)\n```", True),
+        ("def total(numbers):\n    return sum(numbers)\n\nif __name__ == '__main__':\n    print(total([int(input())]))", True),
+        ("def total(numbers):\n    return sum(numbers)\n\nif __name__ == '__main__':\n    import unittest\n    unittest.main()", True),
     ],
 )
 def test_human_eval_answers_pass_by_their_test_alone(answer, right):
@@ -89,6 +116,13 @@ def test_human_eval_answers_pass_by_their_test_alone(answer, right):
 def test_mbpp_answers_pass_by_their_asserts_alone():
     assert passes(mbpp_program(MBPP, "```python\ndef half(x):\n    return x // 2\n```"))
     assert not passes(mbpp_program(MBPP, "def half(x):\n    return x"))
+    assert passes(mbpp_program(MBPP, "For 4:\n```\n4\n```\nI write\n```python\ndef half(x):\n    return x // 2\n```"))
+
+
+def test_a_program_is_a_module_of_its_own():
+    assert passes(
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\nassert A(1).x == 1"
+    )
 
 
 def test_a_program_is_ended_at_its_limits():

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
-from experiments import sparse_quality
+from experiments import sparse_comparison, sparse_pair, sparse_quality
 from experiments.decoding import Decoded
 from experiments.experiment import ExperimentError, parse_config
 from experiments.record import ROW_KEYS
 from experiments.report import markdown
-from experiments.sparse_comparison import NATS_PER_TOKEN, decoding_speed, ratio
+from experiments.sparse_comparison import NATS_PER_TOKEN, finished
+from experiments.speeds import Timed, ratio, timed_prompts
 from specjax import MoEConfig
 from specjax.checkpoints.store import abstract_checkpoint, save_checkpoint
 from tests.helpers import random_model
@@ -19,6 +20,7 @@ from tests.helpers import random_model
 BLOCKS = ("block_size=8", "dense_below=16")
 SMALL = (*BLOCKS, "prompts=2", "new_tokens=12", "num_speculative_tokens=2", "dtype=float32", "max_prompt_tokens=150")
 QUALITY = "target drafter method setting reuse dataset prompts context metric score_dense score_sparse score_difference_interval "
+QUALITY += "new_tokens finished_dense finished_sparse timed_tokens timed_seconds timed_mean_acceptance_length "
 QUALITY += "token_agreement kl mean_acceptance_length_dense mean_acceptance_length_sparse keep_ratio flops_ratio bytes_ratio tokens_per_s "
 QUALITY += "speedup_over_autoregressive"
 
@@ -59,6 +61,9 @@ def test_channels_are_left_out_and_plain_decoding_needs_no_drafter(target_path, 
     assert ffn["keep_ratio"] == pytest.approx(16 / 24)  # a multiple of 8 channels
     assert ffn["kl"] > 0
     assert (ffn["prompts"], ffn["metric"], ffn["score_dense"]) == (3, "exact_match", 0.0)
+    # Timed: the one full batch, behind its prompts' first tokens.
+    assert dense["timed_tokens"] == ffn["timed_tokens"] == 2 * (12 - 1)
+    assert (dense["speedup_over_autoregressive"], dense["finished_dense"]) == (1.0, ffn["finished_dense"])
     if not full_grid:
         return
     for others in (("batch=3",), ("batch=2", "longest=400")):  # one full batch; larger caches
@@ -105,6 +110,46 @@ def test_quality_refuses_what_it_cannot_compare(target_path, task_data):
 
 def test_a_speed_that_is_lost_in_the_prefills_noise_is_no_number():
     decoded = Decoded(tokens=[[1, 2, 3], [4]], seconds=3.0, statistics=None)
-    assert decoding_speed(decoded, 1.0) == 1.0  # two tokens in two seconds: each prompt's first is the prefill's
-    assert decoding_speed(decoded, 3.5) is None
+    assert Timed(decoded, 1.0).tokens_per_s == 1.0  # two tokens in two seconds: each prompt's first is the prefill's
+    assert Timed(decoded, 3.5).tokens_per_s is None
     assert (ratio(2.0, 4.0), ratio(2.0, None), ratio(None, 2.0)) == (0.5, None, None)
+
+
+@pytest.mark.full
+def test_speed_and_work_do_not_change_with_the_rows_that_end(target_path, task_data, monkeypatch):
+    answers, settings = [], ("tasks=gsm8k", "attention=0", "reuse=tokens", "controls=", "prompts=3", "batch=2", "timed_batches=1")
+    scored = sparse_comparison.score
+    monkeypatch.setattr(sparse_comparison, "score", lambda *given: answers.extend(given[1].tokens) or scored(*given))
+    open_ended = run_quality(target_path, task_data, *settings)
+    ends = {token for answer in answers for token in answer} - {answer[0] for answer in answers}
+    monkeypatch.setattr(sparse_pair, "end_of_text", lambda target: tuple(ends))
+    ended = run_quality(target_path, task_data, *settings)
+    assert all(row["finished_sparse"] == 0 for row in open_ended)
+    assert any(row["finished_sparse"] == 1 for row in ended)
+    for before, row in zip(open_ended, ended, strict=True):
+        assert before["timed_tokens"] == row["timed_tokens"] == 2 * (row["new_tokens"] - 1)
+        assert row["tokens_per_s"] == pytest.approx(row["timed_tokens"] / row["timed_seconds"])
+        assert (before["bytes_ratio"], before["flops_ratio"]) == (row["bytes_ratio"], row["flops_ratio"])
+
+
+def test_full_batches_are_timed_where_there_are_any():
+    prompts = [[number] for number in range(7)]
+    assert timed_prompts(prompts, batch=2, batches=2) == prompts[:4]
+    assert timed_prompts(prompts, batch=2, batches=9) == prompts[:6]
+    assert timed_prompts(prompts, batch=9, batches=2) == prompts
+
+
+def test_answers_that_the_limit_cut_off_are_not_finished():
+    assert finished(Decoded(tokens=[[1, 2], [2, 1], [], [2]], seconds=1.0, statistics=None), ends=(2,)) == 0.5
+
+
+def test_limits_are_one_for_all_tasks_or_one_for_each():
+    words = ("target=none", "tasks=gsm8k,mbpp")
+    for given in ("", "64", "64,32"):
+        parse_config(sparse_quality.Config, (*words, f"new_tokens={given}"))
+    with pytest.raises(ExperimentError, match="one for all or one for each of gsm8k, mbpp, got 1,2,3"):
+        parse_config(sparse_quality.Config, (*words, "new_tokens=1,2,3"))
+    with pytest.raises(ExperimentError, match="new_tokens must be positive, .*, got 0"):
+        parse_config(sparse_quality.Config, (*words, "new_tokens=0"))
+    with pytest.raises(ExperimentError, match="timed_batches must be at least 1, got 0"):
+        parse_config(sparse_quality.Config, (*words, "timed_batches=0"))

@@ -10,7 +10,8 @@ import pytest
 
 from experiments.experiment import ExperimentError
 from experiments.long_code import library_folder, long_code_prompts
-from experiments.tasks import TASKS, TaskSource, spread
+from experiments.prompts import load_prompts, spread
+from experiments.tasks import TASKS, TaskSource
 from tests.tiny_checkpoint import byte_tokenizer
 
 MEETING = {
@@ -91,13 +92,26 @@ def test_sets_are_found_in_any_folder_and_as_a_file_and_spread(folders):
     questions = [example.before for example in source(folders, count=2).load("gsm8k").examples]
     assert [question[0] for question in questions] == ["0", "2"]
     assert source(folders, folders=(f"{first}/qmsum_test.jsonl",)).load("qmsum_summary").examples
-    assert spread([1, 2, 3], 5) == [1, 2, 3]
     with pytest.raises(ExperimentError, match=r"humaneval needs HumanEval.jsonl\* in one of the folders"):
         source(folders, folders=(first,)).load("humaneval")
     with pytest.raises(ExperimentError, match="gsm8k: at least one prompt is needed, got 0"):
         source(folders, count=0).load("gsm8k")
     with pytest.raises(ExperimentError, match="there is no task 'other'; there are qmsum_summary"):
         source(folders).load("other")
+
+
+def test_examples_and_prompts_are_spread_over_the_whole_set(tmp_path):
+    assert spread([1, 2, 3], 5) == spread([1, 2, 3], None) == [1, 2, 3]
+    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]
+    assert spread(list(range(10)), 6) == [0, 1, 3, 5, 6, 8]  # more than half of them: not the first six
+    assert spread(list(range(80)), 32)[-1] == 77
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps({"turns": [f"{number}"]}) + "\n" for number in range(10)))
+    assert load_prompts(tmp_path, "set", 6) == ["0", "1", "3", "5", "6", "8"]
+
+
+def test_answers_have_room_for_what_their_task_asks_for(folders):
+    rooms = {name: source(folders).load(name).new_tokens for name in ("gsm8k", "humaneval", "mbpp", "qmsum_summary")}
+    assert rooms == {"gsm8k": 512, "humaneval": 384, "mbpp": 384, "qmsum_summary": 128}
 
 
 def test_a_score_that_cannot_be_computed_is_refused_before_anything_is_decoded(folders, monkeypatch):

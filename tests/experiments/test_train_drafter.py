@@ -99,7 +99,9 @@ def test_a_training_interrupted_in_its_last_evaluation_is_finished_by_the_same_c
     record = load_checkpoint(tmp_path / "out" / "low_rank_4-svd").metadata["training"]
     assert record["evaluation"]["step"] == record["last_report"]["positions"] // (4 * 12) == 4
     # Of a run without checkpoints nothing is left to go on from: not by accident of an earlier one's either.
-    (tmp_path / "out" / "state").mkdir()
+    kept = tmp_path / "out" / "state" / "step-00000003" / "run.json"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
     with pytest.raises(ExperimentError, match="holds an unfinished run"):
         list(train_drafter.run(parse_config(train_drafter.Config, (*(word for word in words if word != "checkpoint_every=3"),))))
 

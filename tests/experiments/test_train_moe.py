@@ -9,7 +9,7 @@ import pytest
 
 from experiments import train_moe
 from experiments.experiment import ExperimentError, parse_config
-from experiments.models import load_model
+from experiments.models import load_model, stored_as
 from experiments.moe_training import evaluate_texts, moe_step
 from specjax import GenerateConfig, Kernels, MoEConfig, Transformer, generate
 from specjax.checkpoints.store import abstract_checkpoint
@@ -54,6 +54,7 @@ def test_the_loss_falls_all_experts_are_used_and_the_checkpoint_is_a_target(targ
     assert rows[-1]["most_used"] < 2  # 2 is every token
     assert all(train_moe.columns(row) and str(row["step"]) in train_moe.show(row) for row in rows)
     trained = load_model(str(tmp_path / "moe"), dtype="float32")
+    assert trained.weights == "trained here for 20 steps, float32"
     assert trained.model.config.moe == MoEConfig(num_experts=16, num_experts_per_token=8, intermediate_size=8)
     output = generate(trained.model, trained.params, [[5, 6, 7, 8]], config=GenerateConfig(max_new_tokens=4))
     assert output.tokens.tolist() == [[9, 10, 11, 12]]
@@ -96,6 +97,16 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch_where_nothing_is_balance
         state, _ = moe_step(TrainState.of(of_this.optimizer, jax.tree.map(jnp.array, params)), batch_of(4), np.int32(5), training=of_this)
         states.append(state.optimizer)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE * max(1.0, float(np.abs(a).max()))), *states)
+
+
+def test_weights_that_were_trained_here_are_not_called_real():
+    assert stored_as({"quantisation": "none", "training_steps": 300}, "bfloat16") == "trained here for 300 steps, bfloat16"
+    assert stored_as({"quantisation": "none"}, "bfloat16") == "real, bfloat16"
+    assert stored_as({"quantisation": "Q4_K_M"}, "bfloat16") == "real, Q4_K_M dequantised to bfloat16"
+
+
+def test_the_learning_rate_has_risen_within_a_tenth_of_a_short_run():
+    assert train_moe.Config(steps=200).warmup_steps <= 200 / 10
 
 
 def test_what_does_not_fit_is_refused(target_path, tmp_path):
