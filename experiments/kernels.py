@@ -19,20 +19,22 @@ The reference of `expert_products` is what XLA is fastest with at the shape: exp
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments.experiment import ExperimentError
+from experiments.experiment import ExperimentError, path_field
 from experiments.timing import Loop, LoopTiming, time_loops
 from specjax.kernels.cases import arguments, takes
 from specjax.kernels.cases import run as run_case
 from specjax.kernels.shape_lists import SHAPES, TINY_SHAPES
-from specjax.kernels.shapes import AttentionShape, LinearShape, RotaryShape, Shape
+from specjax.kernels.shapes import SHAPE_TYPES, AttentionShape, LinearShape, RotaryShape, Shape
 from specjax.kernels.shared_memory import TooMuchSharedMemory
 from specjax.kernels.triton_call import what_is_missing
 
@@ -51,6 +53,7 @@ class Config:
         shapes: "full", those of `specjax.kernels.shape_lists`, or "tiny".
         ops: Operations to measure; none is all.
         rows: Numbers of new rows to measure; none is all.
+        but_for: A result of this experiment: what it has is left out, shape by shape. With `--append` only what is new is measured.
         min_mib: Shapes that move less are left out.
         max_mib: So are those that move as much or more; `None` is no limit.
         implementations: "reference", and of "triton", "triton@PARTS:SLOTS:WARPS:STAGES:ROWS" (few-row attention: `TuningConfig`),
@@ -69,6 +72,7 @@ class Config:
     shapes: str = "full"
     ops: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
+    but_for: str = path_field("")
     min_mib: float = 0.0
     max_mib: float | None = None
     implementations: tuple[str, ...] = IMPLEMENTATIONS
@@ -94,7 +98,8 @@ class Config:
             raise ExperimentError(f"implementations must be reference, and may be triton, got {', '.join(self.implementations) or 'none'}")
         shapes = self.chosen_shapes
         if not shapes:
-            raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and sizes: {self.ops}, {self.rows}")
+            lacking = f", or all are in {self.but_for}" if self.but_for else ""
+            raise ExperimentError(f"no shape of {self.shapes!r} has these ops, rows and sizes: {self.ops}, {self.rows}{lacking}")
         for name in self.implementations:
             if not any(takes(shape, name) for shape in shapes):
                 raise ExperimentError(f"no operation that is measured can be cut as {name!r} says")
@@ -104,6 +109,9 @@ class Config:
         """What is measured."""
         shapes = [shape for shape in SIZES[self.shapes] if not self.ops or shape.op in self.ops]
         shapes = [shape for shape in shapes if not self.rows or getattr(shape, "rows", None) in self.rows]
+        if self.but_for:
+            there = recorded_times(read_result(self.but_for))
+            shapes = [shape for shape in shapes if shape not in there]
         most = math.inf if self.max_mib is None else self.max_mib
         return tuple(shape for shape in shapes if self.min_mib <= shape.moved_bytes(jnp.dtype(self.dtype).itemsize) / 2**20 < most)
 
@@ -124,6 +132,29 @@ def run(config: Config) -> Iterator[dict]:
                 "weights": "random",
                 "synthetic": False,
             }
+
+
+def read_result(path: str) -> dict:
+    """A recorded result of this experiment.
+
+    Raises:
+        ExperimentError: It is none.
+    """
+    try:
+        result = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        recorded_times(result)
+        result["device"]["kind"], result["config"]["dtype"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExperimentError(f"{path} is no result of the experiment kernels: {error!r}") from None
+    return result
+
+
+def recorded_times(result: dict) -> dict[Shape, dict[str, float]]:
+    """Microseconds of a call by implementation, of each shape that a result has."""
+    found: dict[Shape, dict[str, float]] = {}
+    for row in result["rows"]:
+        found.setdefault(SHAPE_TYPES[row["op"]](**row["shape"]), {})[row["implementation"]] = row["us"]
+    return found
 
 
 def measure(config: Config) -> Iterator[tuple[Shape, dict[str, float]]]:

@@ -28,7 +28,7 @@ from experiments import kernels
 from experiments.experiment import ExperimentError, path_field
 from experiments.record import write_json
 from specjax.kernels.measured import PATH, read_table
-from specjax.kernels.shapes import SHAPE_TYPES, ChoiceShape, LargestShape, Shape
+from specjax.kernels.shapes import ChoiceShape, LargestShape, Shape
 
 _MARGIN = 0.97
 _LOST = "lost in noise and not written: use longer loops"
@@ -84,14 +84,8 @@ def _measured(config: Config) -> Iterator[Times]:
 
 def _recorded(config: Config) -> Iterator[Times]:
     """Likewise, out of a result of `kernels`, of the operations that are asked for."""
-    found: dict[Shape, dict[str, float]] = {}
-    try:
-        result = json.loads(Path(config.times).expanduser().read_text(encoding="utf-8"))
-        device, dtype = result["device"]["kind"], result["config"]["dtype"]
-        for row in result["rows"]:
-            found.setdefault(SHAPE_TYPES[row["op"]](**row["shape"]), {})[row["implementation"]] = row["us"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ExperimentError(f"times={config.times} is no result of the experiment kernels: {error!r}") from None
+    result = kernels.read_result(config.times)
+    device, dtype, found = result["device"]["kind"], result["config"]["dtype"], kernels.recorded_times(result)
     compared = {shape: times for shape, times in found.items() if "reference" in times and len(times) > 1}
     if not compared:
         raise ExperimentError(f"times={config.times} has no times of kernels beside the reference's")

@@ -196,6 +196,9 @@ def test_a_recorded_result_fills_the_table_without_measuring_again(tmp_path: Pat
         if shape.op in config.ops
     ]
     assert [row["shape"] for row in json.loads(table.read_text())] == [row["shape"] for row in kept]
+    others = parse_config(kernels.Config, [*SMALL, f"but_for={result}"]).chosen_shapes
+    assert set(others) == set(parse_config(kernels.Config, SMALL).chosen_shapes) - {first, second, third}
+    assert others
     with pytest.raises(ExperimentError, match="is no result of the experiment kernels"):
         list(tune.run(tune.Config(table=str(table), times=str(table))))
     references = [row for row in rows if row["implementation"] == "reference"]
