@@ -37,7 +37,8 @@ def drafters(kind: str, model: Any, params: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("kind", "do_sample", "sparsity"),
     [
-        ("eagle3", False, SparsityConfig()),
+        ("lookup", False, SparsityConfig()),
+        pytest.param("eagle3", False, SparsityConfig(), marks=FULL),
         pytest.param("model", True, SparsityConfig(), marks=FULL),
         pytest.param("medusa", True, SparsityConfig(), marks=FULL),
         pytest.param("hydra", True, SparsityConfig(), marks=FULL),
@@ -67,7 +68,7 @@ def loss(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
     return jnp.square(model.apply({"params": params}, output.hidden, method="logits")).mean(axis=(1, 2))
 
 
-@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16)])
+@pytest.mark.parametrize("moe", [None, pytest.param(MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16), marks=FULL)])
 def test_a_pass_and_its_gradient_are_those_of_one_device(moe: MoEConfig | None) -> None:
     model, params = random_model(tiny_config(num_layers=1, **({} if moe is None else {"moe": moe})), seed=2)
 

@@ -118,7 +118,7 @@ def test_nothing_drafted_gives_rates_without_a_division_by_zero() -> None:
     assert Statistics.zeros(1, 4).mean_acceptance_length == 1
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_calls_of_a_vmap_count_as_all_of_their_rows(sparse: bool) -> None:
     target, params = tiny_target()
     lossless = Lossless(max_steps=2, step_cost=0.5)
