@@ -110,7 +110,7 @@ class Config:
         shapes = [shape for shape in SIZES[self.shapes] if not self.ops or shape.op in self.ops]
         shapes = [shape for shape in shapes if not self.rows or getattr(shape, "rows", None) in self.rows]
         if self.but_for:
-            there = recorded_times(read_result(self.but_for))
+            there = read_result(self.but_for).times
             shapes = [shape for shape in shapes if shape not in there]
         most = math.inf if self.max_mib is None else self.max_mib
         return tuple(shape for shape in shapes if self.min_mib <= shape.moved_bytes(jnp.dtype(self.dtype).itemsize) / 2**20 < most)
@@ -134,25 +134,37 @@ def run(config: Config) -> Iterator[dict]:
             }
 
 
-def read_result(path: str) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Recorded:
     """A recorded result of this experiment.
+
+    Attributes:
+        device: On what it ran.
+        dtype: Of the arrays.
+        times: Microseconds of a call by implementation, of each shape.
+    """
+
+    device: str
+    dtype: str
+    times: dict[Shape, dict[str, float]]
+
+
+def read_result(path: str) -> Recorded:
+    """Reads a recorded result of this experiment.
 
     Raises:
         ExperimentError: It is none.
     """
     try:
         result = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        recorded_times(result)
-        result["device"]["kind"], result["config"]["dtype"]
+        return Recorded(device=result["device"]["kind"], dtype=result["config"]["dtype"], times=_recorded_times(result["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExperimentError(f"{path} is no result of the experiment kernels: {error!r}") from None
-    return result
 
 
-def recorded_times(result: dict) -> dict[Shape, dict[str, float]]:
-    """Microseconds of a call by implementation, of each shape that a result has."""
+def _recorded_times(rows: list[dict]) -> dict[Shape, dict[str, float]]:
     found: dict[Shape, dict[str, float]] = {}
-    for row in result["rows"]:
+    for row in rows:
         found.setdefault(SHAPE_TYPES[row["op"]](**row["shape"]), {})[row["implementation"]] = row["us"]
     return found
 

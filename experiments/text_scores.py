@@ -14,8 +14,12 @@ from experiments.experiment import ExperimentError
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # What LaTeX writes between digits, or before them.
 _TYPESETTING = re.compile(r"\{,\}|\\[,!$]")
-# A number behind the mark that GSM8K's solutions end with, but for signs such as a currency's; words make it a heading.
-_MARKED = re.compile(rf"####[^\w-]*({_NUMBER.pattern})")
+# A number behind the mark that GSM8K's solutions end with, but for signs such as a currency's and the word "answer"; other words make the
+# line a heading, and so do a full stop or a bracket behind the number and a word behind that.
+_MARKED = re.compile(
+    rf"####[^\w\n-]*(?:(?:the )?(?:final )?answer\b(?: is\b)?[^\w-]*)?((?>{_NUMBER.pattern}))(?![.)]\s+[^\W\d])([^\n]*)", re.IGNORECASE
+)
+_CALCULATED = re.compile(r"\s*(?:[-+*/×÷=]|\\times|\\div)")
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -52,14 +56,19 @@ def _rouge_scorer():
 def final_number(text: str) -> decimal.Decimal | None:
     r"""The number that a worked solution gives as its own; `None` without any.
 
-    The first of these that there is: what directly follows the last `####`; what the last `\boxed{...}` holds, behind its last `=`; the
-    first number anywhere behind the last `####`; the last number of all. Behind an answer stand units and remarks, which have numbers too.
+    The first of these that there is: what directly follows the last `####`, of an equation what stands behind its `=`; what the last
+    `\boxed{...}` holds, likewise; the last number of all. Behind an answer stand units and remarks, which have numbers too.
     """
     text = _TYPESETTING.sub("", text)
-    marked = _MARKED.match(text[text.rfind("####") :]) if "####" in text else None
-    boxed = _BOXED.findall(text)
-    found = [marked[1]] if marked else _NUMBER.findall(boxed[-1].rpartition("=")[2]) if boxed else []
-    found = found or (_NUMBER.findall(text.rpartition("####")[2]) if "####" in text else []) or _NUMBER.findall(text)[-1:]
+    marked, boxed = _MARKED.match(text[text.rfind("####") :]) if "####" in text else None, _BOXED.findall(text)
+    found: list[str] = []
+    if marked:
+        found = [marked[1]]
+        if _CALCULATED.match(marked[2]):
+            found = _NUMBER.findall(marked[2].rpartition("=")[2])[:1] or found
+    elif boxed:
+        found = _NUMBER.findall(boxed[-1].rpartition("=")[2])
+    found = found or _NUMBER.findall(text)[-1:]
     return decimal.Decimal(found[0].replace(",", "")) if found else None
 
 

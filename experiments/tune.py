@@ -84,14 +84,13 @@ def _measured(config: Config) -> Iterator[Times]:
 
 def _recorded(config: Config) -> Iterator[Times]:
     """Likewise, out of a result of `kernels`, of the operations that are asked for."""
-    result = kernels.read_result(config.times)
-    device, dtype, found = result["device"]["kind"], result["config"]["dtype"], kernels.recorded_times(result)
-    compared = {shape: times for shape, times in found.items() if "reference" in times and len(times) > 1}
+    recorded = kernels.read_result(config.times)
+    compared = {shape: times for shape, times in recorded.times.items() if "reference" in times and len(times) > 1}
     if not compared:
         raise ExperimentError(f"times={config.times} has no times of kernels beside the reference's")
     for shape, times in compared.items():
         if not config.ops or shape.op in config.ops:
-            yield device, dtype, shape, times
+            yield recorded.device, recorded.dtype, shape, times
 
 
 def choice(times: Mapping[str, float]) -> str | None:

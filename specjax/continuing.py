@@ -41,7 +41,7 @@ def _shapes(tree: Any) -> str:
 
 
 def earlier_lengths(continue_from: Continuation, batch_size: int) -> Any:
-    """`[B]` tokens of each row's context."""
+    """`[B]` tokens of each row's context; 1 of a row whose context was lost, which ends at once with `NO_CAPACITY` again."""
     if not isinstance(continue_from, Continuation):
         raise ValueError(f"continue_from must be an earlier output's `continuation`, got {type(continue_from).__name__}")
     length = continue_from.context.length
@@ -50,12 +50,13 @@ def earlier_lengths(continue_from: Continuation, batch_size: int) -> Any:
     if is_traced(length):
         return length
     earlier, capacity = np.asarray(length), continue_from.context.tokens.shape[1]
-    if (earlier > capacity).any():
+    is_lost = earlier > capacity
+    if is_lost.all():
         raise ValueError(
-            f"row {int((earlier > capacity).argmax())} of continue_from ended with NO_CAPACITY and lost its context of up to {capacity} "
-            "tokens: continue the call before that one, with a larger cache_capacity"
+            f"every row of continue_from ended with NO_CAPACITY and lost its context of up to {capacity} tokens: continue the call before "
+            "that one, with a larger cache_capacity"
         )
-    return earlier
+    return np.where(is_lost, 1, earlier)
 
 
 def check_context_limit(model: ModelConfig, continue_from: Continuation, wanted: Any) -> None:

@@ -17,7 +17,7 @@ from jax import lax
 
 from specjax.capacity import bucket
 from specjax.committing import commit_tokens
-from specjax.continuing import check_continuation
+from specjax.continuing import check_continuation, earlier_lengths
 from specjax.drafting.drafter import Drafter
 from specjax.generate_config import GenerateConfig
 from specjax.kernels.varying import varying_as
@@ -65,10 +65,11 @@ def speculative_generate(
     `drafter` and `config` must be static, arrays may be traced, and what cannot be checked is a contract: lengths from 1 to P, ids inside
     the vocabulary, temperature at least 0, top-k at least 0, top-p in (0, 1], and context plus new tokens within the window. Limits are
     clipped. With `continue_from`, give `cache_capacity`: without it the cache grows by a whole call each time, and each size compiles. It
-    needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and
-    1 + P + `max_new_tokens` + G + 1 (with lossless sparsity not G, but `config.max_unsettled(G)`); a row for which it is too small gets no
-    tokens and `FinishReason.NO_CAPACITY`, and if not even its prompt and a step fit, it cannot be continued. A model whose rotary
-    frequencies depend on the length keeps those that the first call planned for. Inside `shard_map` each device decodes its own rows.
+    needs a slot for the earlier context less one token, plus the larger of 1 + P padded to whole prefill chunks and 1 + P +
+    `max_new_tokens` + G + 1 (with lossless sparsity not G, but `config.max_unsettled(G)`); a row for which it is too small gets no tokens
+    and `FinishReason.NO_CAPACITY`, and so it does again where it is continued, if not even its prompt and a step fitted. A model whose
+    rotary frequencies depend on the length keeps those that the first call planned for. Inside `shard_map` each device decodes its own
+    rows.
 
     Example:
         >>> config = GenerateConfig(max_new_tokens=128, num_speculative_tokens=5)
@@ -170,7 +171,7 @@ def prepare_call(
 def _max_length(request: Request, continue_from: Continuation | None) -> int | None:
     """Tokens that the longest row may reach; `None` where that is traced."""
     lengths = [request.prompt_lengths, request.stopping.max_new_tokens]
-    lengths += [] if continue_from is None else [continue_from.context.length]
+    lengths += [] if continue_from is None else [earlier_lengths(continue_from, request.prompt_lengths.shape[0])]
     return None if is_traced(lengths) else int(np.sum([np.asarray(x) for x in lengths], axis=0).max())
 
 

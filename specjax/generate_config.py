@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from specjax.checks import is_int, require, require_positive_ints
 from specjax.sparsity.sparsity_config import SparsityConfig
 from specjax.verification.rejection_sampling import RejectionSampling
@@ -61,7 +63,10 @@ class GenerateConfig:
             f"GenerateConfig.pad_token_id must be an int of at least 0, got {self.pad_token_id!r}",
         )
         for name in ("do_sample", "return_log_probs"):
-            require(isinstance(getattr(self, name), bool), f"GenerateConfig.{name} must be True or False, got {getattr(self, name)!r}")
+            require(
+                isinstance(getattr(self, name), bool | np.bool_),
+                f"GenerateConfig.{name} must be True or False, got {getattr(self, name)!r}",
+            )
         require(
             callable(self.verification) and not isinstance(self.verification, type) and hasattr(self.verification, "lossless"),
             f"GenerateConfig.verification must be a verification rule such as RejectionSampling(), got {self.verification!r}",

@@ -28,7 +28,7 @@ class FinishReason(enum.IntEnum):
     EOS = 1
     LENGTH = 2
     NONFINITE_LOGITS = 3
-    NO_CAPACITY = 4  # only where lengths are traced: the cache has no room for this row's call, and nothing was generated
+    NO_CAPACITY = 4  # only where lengths are traced, and behind such a call: no room for this row's, and nothing was generated
 
 
 @jax.tree_util.register_dataclass

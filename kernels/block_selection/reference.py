@@ -32,6 +32,8 @@ def top_blocks(
 ) -> jax.Array:
     """The blocks with the largest scores; those at the head and the tail come before all others, the earlier before the later at a tie.
 
+    A score that is NaN, of either sign, comes next to those: its block holds what a pass should not miss.
+
     Args:
         scores: `[B,K,R,NB]` float32.
         first_tail: `[B]` int32, the first of the blocks at the end that are always kept.
@@ -47,6 +49,7 @@ def top_blocks(
     block = jnp.arange(num_blocks)
     forced = (block < head_blocks) | (block >= first_tail[:, None])
     there = block < num_there[:, None]
+    scores = jnp.where(jnp.isnan(scores), jnp.finfo(scores.dtype).max, scores)
     ranked = jnp.where(there[:, None, None], jnp.where(forced[:, None, None], jnp.inf, scores), -jnp.inf)
     _, ids = lax.top_k(ranked, max_chosen)
     return jnp.sort(jnp.where(jnp.arange(ids.shape[-1]) < num_kept[:, None, None, None], ids, num_blocks), axis=-1)

@@ -93,6 +93,9 @@ def train_drafters(
     resumed = TrainingCheckpoints(state, force=force).will_restore()
     folders = [data] if isinstance(data, str | Path) else data
     needed = [target, *folders, *(path for path in (start, held_out) if path is not None)]
+    for path in needed:
+        if destination.resolve() == Path(path).resolve():
+            raise ValueError(f"drafters need a folder of their own, got {destination}, which is what is read from")
     for path in (*paths.values(), state):
         check_keeps(path, *needed)
     for path in paths.values():
@@ -140,7 +143,12 @@ def run_checkpoints(state: Path, settings: TrainSettings, *, force: bool) -> Tra
         return checkpoints
     if checkpoints.will_restore():
         raise ValueError(f"{state} holds an unfinished run: go on with it, with checkpoints, or pass --force to remove it")
-    shutil.rmtree(state, ignore_errors=True)
+    if state.exists():
+        if any(state.iterdir()) and not force:
+            raise ValueError(
+                f"{state} exists and holds no state of a run that could go on: name another folder, or pass --force to remove it"
+            )
+        shutil.rmtree(state)
     return None
 
 

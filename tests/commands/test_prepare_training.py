@@ -154,6 +154,11 @@ def test_states_that_a_run_left_are_not_lost_by_one_without_checkpoints(tmp_path
     (tmp_path / "state").mkdir()
     assert not kept.will_restore()
     assert run_checkpoints(tmp_path / "state", without, force=False) is None  # nothing is lost with an empty folder
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="state exists and holds no state of a run that could go on"):
+        run_checkpoints(tmp_path / "state", without, force=False)
+    (tmp_path / "state" / "thesis.txt").unlink()
     kept.save({"it": {"x": jax.numpy.ones(2)}}, {"step": 1}, {})
     assert kept.will_restore()
     forced = run_checkpoints(tmp_path / "state", with_them, force=True)

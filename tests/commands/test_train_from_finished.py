@@ -147,6 +147,8 @@ def test_a_drafter_can_be_trained_beside_the_one_that_it_begins_with_but_not_in_
     (tmp_path / "state").mkdir()
     inside = run(target, data, tmp_path, *SMALL, "--from", start, "--held-out", tmp_path / "state" / "texts", "--head", "full")
     assert "state/texts is what is read from" in inside.stderr
+    into = run(target, data, target, *SMALL, "--head", "full")
+    assert "drafters need a folder of their own" in into.stderr
 
 
 def checkpoints(head: DraftHead) -> tuple[Checkpoint, Checkpoint, Checkpoint]:

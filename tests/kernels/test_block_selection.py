@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.kernels.block_selection import block_selection
+from specjax.kernels.block_selection import block_selection, top_blocks
 from specjax.kernels.block_selection.triton_launch import block_selection_triton
 from tests.kernels.interpreted_triton import interpreted, launches, needs_triton
 
@@ -111,6 +111,14 @@ def test_blocks_whose_mean_key_is_nan_are_chosen_so_that_the_fault_shows(group: 
     assert 11 in got[2][0]
     assert 38 in got[2][1]
     assert of_query[2] == [[*range(11), 38, 39], got[2][1]]  # all alike, behind those that are always kept
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_of_either_sign_stands_behind_the_blocks_that_are_always_kept_and_before_all_others(sign: float) -> None:
+    scores = jnp.array([[[[9.0, 8.0, 7.0, jnp.copysign(jnp.nan, sign), 6.0, 5.0]]]])
+    options = dict(first_tail=jnp.array([5]), num_there=jnp.array([6]), head_blocks=1, max_chosen=4)
+    assert top_blocks(scores, num_kept=jnp.array([2]), **options).tolist() == [[[[0, 5, 6, 6]]]]
+    assert top_blocks(scores, num_kept=jnp.array([3]), **options).tolist() == [[[[0, 3, 5, 6]]]]
 
 
 def test_what_the_kernel_was_not_written_for_is_refused_and_auto_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_a_shape_between_two_that_were_measured_takes_what_both_agree_on(
     assert taken(row(least, implementation=cut), kernel) == "triton"
 
 
-def test_an_h200_takes_the_kernel_for_every_number_of_rows_that_it_was_measured_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_h200_takes_the_kernel_for_every_number_of_rows_that_a_measurement_speaks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch, "NVIDIA H200")
 
     def taken(**sizes: int) -> set[str]:

@@ -199,10 +199,13 @@ def test_a_row_whose_prompt_had_no_room_is_not_continued():
     go_on = functools.partial(generate, target, params, prompt_lengths=lengths)
     second = jax.jit(lambda continuation: go_on(prompts, config=small, continue_from=continuation))(first.continuation)
     assert second.finish_reason.tolist() == [FinishReason.NO_CAPACITY, FinishReason.LENGTH]
-    with pytest.raises(ValueError, match=r"row 0 of continue_from ended with NO_CAPACITY and lost its context of up to 64 tokens"):
-        go_on(prompts, config=large, continue_from=second.continuation)
+    eager = go_on(prompts, config=large, continue_from=second.continuation)
     third = jax.jit(lambda continuation: go_on(prompts, config=large, continue_from=continuation))(second.continuation)
-    assert third.finish_reason.tolist() == [FinishReason.NO_CAPACITY, FinishReason.LENGTH]
+    assert third.finish_reason.tolist() == eager.finish_reason.tolist() == [FinishReason.NO_CAPACITY, FinishReason.LENGTH]
+    np.testing.assert_array_equal(third.tokens, eager.tokens)
+    lost = dataclasses.replace(second.continuation, context=dataclasses.replace(second.continuation.context, length=jnp.array([65, 65])))
+    with pytest.raises(ValueError, match=r"every row of continue_from ended with NO_CAPACITY and lost its context of up to 64 tokens"):
+        go_on(prompts, config=large, continue_from=lost)
     instead = jax.jit(lambda continuation: go_on(prompts, config=large, continue_from=continuation))(first.continuation)
     assert instead.finish_reason.tolist() == [FinishReason.LENGTH] * 2
 

@@ -184,6 +184,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused_before_compiling() -> 
 
 
 def test_configs_are_hashable_and_equal_by_value() -> None:
+    assert hash(GenerateConfig(max_new_tokens=4, do_sample=np.float32(0.5) > 0)) == hash(GenerateConfig(max_new_tokens=4, do_sample=True))
     assert hash(GenerateConfig(max_new_tokens=4)) == hash(GenerateConfig(max_new_tokens=4))
     assert tiny_config() == tiny_config()
     assert hash(DraftModel(tiny_target()[0])) == hash(DraftModel(tiny_target()[0]))
