@@ -191,6 +191,7 @@ def test_a_feature_layer_beyond_the_model_is_named():
         TARGET.apply({"params": PARAMS}, jnp.zeros((1, 1), jnp.int32), cache, feature_layers=(-1,))
 
 
+@pytest.mark.full
 def test_a_row_whose_prompt_had_no_room_is_not_continued():
     target, params = random_model(tiny_config(num_layers=1), seed=1)
     small, large = (GenerateConfig(max_new_tokens=8, cache_capacity=capacity) for capacity in (64, 256))

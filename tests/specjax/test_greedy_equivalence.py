@@ -92,7 +92,13 @@ def test_greedy_speculative_equals_plain_when_every_step_accepts_another_number(
 
 @pytest.mark.parametrize(
     ("name", "usual_draft_length"),
-    [("a draft model", 3), ("the target as its own draft model", 2), ("prompt lookup", 5), ("long prompt lookup", 8), ("no draft", 4)],
+    [
+        ("a draft model", 3),
+        pytest.param("the target as its own draft model", 2, marks=pytest.mark.full),
+        ("prompt lookup", 5),
+        pytest.param("long prompt lookup", 8, marks=pytest.mark.full),
+        ("no draft", 4),
+    ],
 )
 def test_greedy_speculative_equals_plain_with_real_drafters(name: str, usual_draft_length: int, full_grid: bool) -> None:
     drafter, params = drafters()[name]
