@@ -26,7 +26,6 @@ from specjax.prefill import prefill
 from specjax.refresh import counted_step, take_step
 from specjax.requests import Request, prepare
 from specjax.sampling import SamplingParams, split_row_keys
-from specjax.sharding import check_auto_axes
 from specjax.state import Commit, Continuation, DecodeState, Draft, FinishReason, GenerateOutput
 from specjax.traced import is_traced
 from specjax.two_level.cycle import Cycle
@@ -105,8 +104,6 @@ def speculative_generate(
 
     Reference: arXiv:2211.17192, arXiv:2302.01318.
     """
-    check_auto_axes("target_params", target_params)
-    check_auto_axes("drafter_params", drafter_params)
     request, static = prepare_call(
         target,
         drafter,

@@ -23,6 +23,7 @@ from specjax.models.sparse_attention import prepare_cache
 from specjax.models.transformer import Transformer
 from specjax.requests import Request, row_keys
 from specjax.sampling import split_row_keys
+from specjax.sharding import check_auto_axes
 from specjax.state import Commit, Context, Continuation, DecodeState, Draft, FinishReason, PrefillChunk, SinceDense
 from specjax.statistics import Statistics
 from specjax.two_level.level_counts import LevelCounts
@@ -41,6 +42,9 @@ def prefill(
     continue_from: Continuation | None,
 ) -> DecodeState:
     """Takes in the prompts and commits each row's first token: the state that the loop starts from."""
+    # Here, where calls are traced: types tell, and a call that is compiled pays nothing.
+    check_auto_axes("target_params", target_params)
+    check_auto_axes("drafter_params", drafter_params)
     batch_size = request.prompt_lengths.shape[0]
     context, prompt, start, cache, drafter_state = _starting_point(target, drafter, config, drafter_params, request, continue_from)
     arrays = (request, target_params, drafter_params, continue_from)

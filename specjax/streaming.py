@@ -17,7 +17,6 @@ from specjax.generate import decode_step, finish, is_running, prepare_call, trim
 from specjax.generate_config import GenerateConfig
 from specjax.models.transformer import Transformer
 from specjax.prefill import prefill
-from specjax.sharding import check_auto_axes
 from specjax.state import DecodeState, FinishReason, GenerateOutput
 
 
@@ -80,8 +79,6 @@ def stream_generate(
     if unknown:
         raise TypeError(f"stream_generate does not take {sorted(unknown)}; expected some of {sorted(defaults)}")
     arguments = defaults | arguments
-    check_auto_axes("target_params", target_params)
-    check_auto_axes("drafter_params", drafter_params)
     request, static = prepare_call(target, drafter, drafter_params, prompt_tokens, config=config, **arguments)
     models = (target, drafter, static, target_params, drafter_params, request)
     return _updates(models, arguments["continue_from"], steps_per_update, config.max_new_tokens)

@@ -106,6 +106,13 @@ def test_a_training_interrupted_in_its_last_evaluation_is_finished_by_the_same_c
         list(train_drafter.run(parse_config(train_drafter.Config, (*(word for word in words if word != "checkpoint_every=3"),))))
 
 
+def test_drafters_that_are_there_are_not_replaced(target_path: Path, data_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "low_rank_4").mkdir()
+    words = (f"target={target_path}", "data=nowhere", f"out={tmp_path}", f"data_dir={data_dir}", "variants=low_rank:4,full", "steps=2")
+    with pytest.raises(ExperimentError, match="has drafters already: low_rank_4; out must be a folder without these"):
+        list(train_drafter.run(parse_config(train_drafter.Config, words)))
+
+
 @pytest.mark.full
 def test_a_training_that_is_interrupted_stops_before_its_next_step(target_path: Path, data_dir: Path, tmp_path: Path) -> None:
     data = write_token_files(tmp_path / "tokens", target_path)

@@ -192,7 +192,7 @@ def test_a_feature_layer_beyond_the_model_is_named():
 
 
 @pytest.mark.full
-def test_a_row_whose_prompt_had_no_room_is_not_continued():
+def test_a_row_whose_prompt_had_no_room_ends_so_again_where_it_is_continued():
     target, params = random_model(tiny_config(num_layers=1), seed=1)
     small, large = (GenerateConfig(max_new_tokens=8, cache_capacity=capacity) for capacity in (64, 256))
     first = generate(target, params, [random_prompts((40,))[0], [5, 6, 7]], config=small)

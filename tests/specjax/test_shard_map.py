@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import DraftModel, GenerateConfig, Lossless, MoEConfig, PromptLookup, SparseAttention, SparsityConfig, speculative_generate
+from specjax.kernels.varying import varying_as
 from tests.drafters import eagle3, hydra, medusa
 from tests.helpers import random_model, tiny_config
 
@@ -73,16 +74,9 @@ def test_a_pass_and_its_gradient_are_those_of_one_device(moe: MoEConfig | None) 
     model, params = random_model(tiny_config(num_layers=1, **({} if moe is None else {"moe": moe})), seed=2)
 
     def both(tokens: jax.Array, params: Any) -> Any:
-        # With params that are the same everywhere JAX adds up their gradient over the devices.
-        return loss(model, params, tokens), jax.grad(lambda hidden: loss(model, params | {"embedding": hidden}, tokens).sum())(
-            jax.lax.pcast(params["embedding"], "rows", to="varying")
-        )
+        # Of params that are the same everywhere JAX would add up the gradient over the devices.
+        own = varying_as(params["embedding"], tokens)
+        return loss(model, params, tokens), jax.grad(lambda embedding: loss(model, params | {"embedding": embedding}, tokens).sum())(own)
 
-    def alone(tokens: jax.Array, params: Any) -> Any:
-        return loss(model, params, tokens), jax.grad(lambda hidden: loss(model, params | {"embedding": hidden}, tokens).sum())(
-            params["embedding"]
-        )
-
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), by_rows(both, 1)(PROMPTS, params), alone(PROMPTS, params)
-    )
+    found, expected = by_rows(both, 1)(PROMPTS, params), both(PROMPTS, params)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, expected)
